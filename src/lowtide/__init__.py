@@ -1,0 +1,1 @@
+"""Python sandboxes for AI agents on any provider, with nothing left behind."""

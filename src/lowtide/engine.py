@@ -1,0 +1,124 @@
+"""The engine: one background thread with one event loop on which all of lowtide runs.
+
+Everything is written async once and runs here; the sync face hands a coroutine over and waits. The
+thread is a daemon, so that exit hooks can still use it while the interpreter shuts down, and a
+forked child starts without it: it makes its own on first use and hangs on nothing of its parent's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import queue
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_lock = threading.Lock()
+_engine: Engine | None = None
+_forget_in_child: list[Callable[[], None]] = []
+
+
+class Engine:
+    """The loop and its thread. Get it with `engine()`."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.loop.set_default_executor(_DaemonWorkers())
+        self.thread = threading.Thread(target=self._run, name="lowtide", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start `work` on the loop, from any thread."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def run(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Run `work` and wait for it. Not from the engine's own thread: that would wait for itself."""
+        if self.is_current_thread():
+            work.close()
+            raise RuntimeError("a blocking lowtide call was made on lowtide's own event loop; await it instead")
+        return self.submit(work).result(timeout)
+
+    def is_current_thread(self) -> bool:
+        return threading.current_thread() is self.thread
+
+
+def engine() -> Engine:
+    """The process's engine, started on first use."""
+    global _engine
+    running = _engine
+    if running is None:
+        with _lock:
+            if _engine is None:
+                _engine = Engine()
+            running = _engine
+    return running
+
+
+def started() -> bool:
+    return _engine is not None
+
+
+def forget_in_child(action: Callable[[], None]) -> None:
+    """Run `action` in every forked child: drop state that belongs to the parent, close its descriptors."""
+    _forget_in_child.append(action)
+
+
+def _reset_after_fork() -> None:
+    global _engine, _lock
+    _engine = None
+    _lock = threading.Lock()
+    for action in _forget_in_child:
+        action()
+
+
+os.register_at_fork(after_in_child=_reset_after_fork)
+
+
+class _DaemonWorkers(concurrent.futures.ThreadPoolExecutor):
+    """Threads for blocking calls that keep working in exit hooks.
+
+    The standard pool refuses work as soon as the interpreter starts to shut down, which is exactly
+    when sandboxes have to be ended.
+    """
+
+    _most = 32
+
+    def __init__(self) -> None:
+        super().__init__(max_workers=1)
+        self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._count = 0
+        self._count_lock = threading.Lock()
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[T]:
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._waiting.put(work)
+        if not self._idle.acquire(blocking=False):
+            with self._count_lock:
+                if self._count < self._most:
+                    self._count += 1
+                    threading.Thread(target=self._serve, name="lowtide-worker", daemon=True).start()
+        return future
+
+    def _serve(self) -> None:
+        while True:
+            work = self._waiting.get()
+            work()
+            self._idle.release()

@@ -1,0 +1,178 @@
+"""Leases: the right of a sandbox to exist, and who owns it. Plain data, no I/O but /proc."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from lowtide.providers.base import Labels
+
+_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford base 32, lower case
+
+
+def new_lease_id(now: float | None = None) -> str:
+    """A lowercase ULID: sorts by time, fits every provider's name, key and label rules."""
+    value = (int((time.time() if now is None else now) * 1000) << 80) | secrets.randbits(80)
+    digits = []
+    for _ in range(26):
+        value, digit = divmod(value, 32)
+        digits.append(_ALPHABET[digit])
+    return "".join(reversed(digits))
+
+
+class LeaseState(enum.StrEnum):
+    """INTENDED -> LIVE -> ENDING -> GONE; aside KEPT and HANDED_OVER."""
+
+    INTENDED = "intended"  # written down; the provider may or may not have made it
+    LIVE = "live"  # the id is known
+    ENDING = "ending"  # somebody is ending it; tried again until confirmed
+    KEPT = "kept"  # survives its owner until kept_until
+    HANDED_OVER = "handed-over"  # released: nobody here ends it
+    GONE = "gone"  # the provider confirmed
+
+
+class Keep(enum.StrEnum):
+    """When a sandbox survives its end."""
+
+    NEVER = "never"
+    ON_FAILURE = "on-failure"
+    ALWAYS = "always"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """One process on one machine since one boot: never confused with a reused pid."""
+
+    host: str
+    boot_id: str
+    pid: int
+    start_time: int  # clock ticks since boot, field 22 of /proc/PID/stat
+
+    @classmethod
+    def current(cls) -> Owner:
+        return _owner_of(os.getpid())
+
+    @property
+    def label(self) -> str:
+        """A short form for provider-side labels."""
+        text = f"{self.host}|{self.boot_id}|{self.pid}|{self.start_time}"
+        return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+    @property
+    def here(self) -> bool:
+        """On this machine, in this boot: then `alive` is a fact."""
+        return self.host == this_host() and self.boot_id == boot_id()
+
+    def alive(self) -> bool | None:
+        """True or False where it can be known, None for an owner on another machine.
+
+        An owner on this machine from an earlier boot is dead.
+        """
+        if self.host != this_host():
+            return None
+        if self.boot_id != boot_id():
+            return False
+        return process_start_time(self.pid) == self.start_time
+
+
+@cache
+def _owner_of(pid: int) -> Owner:
+    return Owner(host=this_host(), boot_id=boot_id(), pid=pid, start_time=process_start_time(pid) or 0)
+
+
+@cache
+def this_host() -> str:
+    """The machine's own id, so that two machines named alike are two."""
+    try:
+        with open("/etc/machine-id") as file:
+            machine = file.read().strip()[:12]
+    except OSError:
+        machine = ""
+    return f"{socket.gethostname()}.{machine}" if machine else socket.gethostname()
+
+
+@cache
+def boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return "unknown"
+
+
+def process_start_time(pid: int) -> int | None:
+    """Start time in clock ticks, or None when the process is gone or only its exit status is left."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """One row of the ledger. Times are Unix seconds."""
+
+    lease_id: str
+    provider: str
+    account: str
+    owner: Owner
+    ledger_id: str
+    state: LeaseState = LeaseState.INTENDED
+    sandbox_id: str | None = None
+    tags: tuple[str, ...] = ()
+    session: str | None = None
+    keep: Keep = Keep.NEVER
+    keep_for_seconds: float = 86_400.0
+    created_at: float = field(default_factory=time.time)
+    expires_at: float | None = None
+    """The hard end the provider was told; renewed where it can be."""
+    max_lifetime_at: float | None = None
+    """The end the user asked for; never moved."""
+    lifetime_seconds: float | None = None
+    """What each renewal asks for; None where the provider does not renew."""
+    kept_until: float | None = None
+    attempts: int = 0
+    """How often ending it has failed."""
+    reason: str | None = None
+    """Why it is in this state, for people."""
+    recovery: Mapping[str, Any] = field(default_factory=dict)
+    """What finding a lost create needs (image, options by value). Never a secret, never the environment."""
+
+    @property
+    def labels(self) -> Labels:
+        return Labels(
+            lease_id=self.lease_id, ledger_id=self.ledger_id, owner=self.owner.label, tags=self.tags
+        )
+
+
+class Outcome(enum.StrEnum):
+    """What ending a sandbox came to."""
+
+    DESTROYED = "destroyed"
+    STOPPED = "stopped"
+    KEPT = "kept"
+    ALREADY_GONE = "already_gone"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndReport:
+    """What happened when a sandbox was ended: what `stop()` and `close()` answer with."""
+
+    outcome: Outcome
+    sandbox_id: str | None
+    provider: str
+    seconds: float
+    why: str = ""
+    snapshot_id: str | None = None
+    error: BaseException | None = None

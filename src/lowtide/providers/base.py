@@ -1,0 +1,410 @@
+"""The seam: what a provider has to implement, and the plain data that crosses it.
+
+A provider is the adapter to one kind of place. It is asynchronous, holds no policy and keeps no
+record: leases, retries of clean-up, keep and sweep live one layer up. It must
+
+* carry the lease id inside the create call (as name, idempotency key or label),
+* arm the hard lifetime inside the same call where the service has one,
+* answer `destroy` with True (ended now) or False (was already gone), and only when that is confirmed,
+* map its SDK's exceptions to `lowtide.errors` in one place and keep the original as ``__cause__``.
+
+What can be derived from these primitives (listing, mkdir, remove, directory transfer, a shell
+wrapper for cwd and environment) is derived once, in `derived`; a provider that does one of those
+natively implements the matching optional protocol below and declares nothing else.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+
+
+class Capability(enum.StrEnum):
+    """Something a provider may or may not do. Checked before create; the docs matrix is made from it."""
+
+    IMAGE = "image"  # container_image names what the sandbox runs on
+    COMMAND = "command"  # a main process of the caller's choice
+    STDIN = "stdin"
+    TTY = "tty"
+    USER = "user"  # exec as another user
+    SIGNALS = "signals"
+    CPU_LIMIT = "cpu-limit"
+    MEMORY_LIMIT = "memory-limit"
+    PIDS_LIMIT = "pids-limit"
+    DISK_LIMIT = "disk-limit"
+    NETWORK_NONE = "network-none"
+    NETWORK_FULL = "network-full"
+    NETWORK_ALLOW = "network-allow"  # an allow-list of hosts or CIDRs
+    PORTS = "ports"  # url(port)
+    SNAPSHOT = "snapshot"
+    PAUSE = "pause"
+    LIFETIME = "lifetime"  # a hard lifetime that holds when every lowtide process is gone
+    RENEW = "renew"  # that lifetime can be moved while the sandbox runs
+    CODE = "code"  # a stateful interpreter with rich results
+
+
+class Recovery(enum.Enum):
+    """How a create whose answer was lost is found again."""
+
+    REPLAY = "replay"  # create again with the same idempotency key, destroy what it returns
+    BY_NAME = "by-name"  # get by the name we chose
+    BY_LABEL = "by-label"  # list by label until the create window has surely passed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What the lifecycle protocol needs to know about a provider."""
+
+    recovery: Recovery
+    create_window_seconds: float = 60.0
+    """How long after a lost answer a sandbox may still appear. An empty look-up before is no proof."""
+    outlives_machine: bool = True
+    """False where a power cut on this machine ends the sandbox too (local)."""
+    light: bool = False
+    """True where the adapter imports no SDK, so that the guardian may load it itself."""
+    max_lifetime_seconds: float | None = None
+    """The longest lifetime the service accepts in one create or renew call."""
+
+
+class SandboxState(enum.StrEnum):
+    PENDING = "pending"
+    RUNNING = "running"
+    PAUSED = "paused"
+    STOPPED = "stopped"  # exists, holds resources, runs nothing
+    ENDING = "terminating"
+    COMPLETED = "completed"  # its main process ended by itself with 0
+    FAILED = "failed"
+    GONE = "terminated"
+
+    @property
+    def terminal(self) -> bool:
+        return self in (SandboxState.COMPLETED, SandboxState.FAILED, SandboxState.GONE)
+
+
+class NetworkMode(enum.StrEnum):
+    NONE = "none"
+    FULL = "full"
+    ALLOW = "allow"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    mode: NetworkMode = NetworkMode.NONE
+    allow: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Upper bounds; None leaves it to the provider."""
+
+    cpu: float | None = None
+    memory_bytes: int | None = None
+    pids: int | None = None
+    disk_bytes: int | None = None
+
+
+LABEL_PREFIX = "lowtide-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labels:
+    """What marks a sandbox as ours, inside the create call. All of it fits Kubernetes label values.
+
+    A sandbox counts as ours only with the full set: `lease_id`, `ledger_id` and `owner`.
+    """
+
+    lease_id: str
+    ledger_id: str
+    owner: str
+    tags: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, str]:
+        marks = {"lease": self.lease_id, "ledger": self.ledger_id, "owner": self.owner}
+        marks.update({f"tag-{tag}": "1" for tag in self.tags})
+        return {LABEL_PREFIX + key: value for key, value in marks.items()}
+
+    @classmethod
+    def from_dict(cls, labels: Mapping[str, str]) -> Labels | None:
+        """The labels of one of our sandboxes, or None when the set is not complete."""
+        lease, ledger, owner = (labels.get(LABEL_PREFIX + k) for k in ("lease", "ledger", "owner"))
+        if not (lease and ledger and owner):
+            return None
+        tag = LABEL_PREFIX + "tag-"
+        tags = tuple(sorted(k.removeprefix(tag) for k in labels if k.startswith(tag)))
+        return cls(lease_id=lease, ledger_id=ledger, owner=owner, tags=tags)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxSpec:
+    """One create call. `labels.lease_id` is also the provider-side name and idempotency key."""
+
+    labels: Labels
+    image: str | None = None
+    snapshot: str | None = None
+    command: tuple[str, ...] | None = None  # None: the provider's own idle main process
+    working_dir: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    limits: Limits = Limits()
+    network: Network | None = None  # None: the provider's default
+    ports: tuple[int, ...] = ()
+    lifetime_seconds: float | None = None
+    options: Any = None
+    """The provider's own frozen dataclass (e.g. `DockerOptions`), or None. Its type is `Provider.options_type`."""
+
+    @property
+    def lease_id(self) -> str:
+        return self.labels.lease_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxInfo:
+    """What the provider says about one sandbox."""
+
+    sandbox_id: str
+    state: SandboxState
+    labels: Mapping[str, str] = field(default_factory=dict)
+    created_at: datetime | None = None
+    expires_at: datetime | None = None
+    exit_code: int | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TerminalSize:
+    columns: int = 80
+    rows: int = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """One command. `argv` goes to no shell. `environment` comes on top of the sandbox's own."""
+
+    argv: tuple[str, ...]
+    cwd: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    user: str | None = None
+    stdin: bool = False
+    """False: standard input is empty. True: `write_stdin` and `close_stdin` feed it."""
+    tty: TerminalSize | None = None
+
+
+STDOUT, STDERR = 1, 2
+
+
+class ProcessHandle(Protocol):
+    """A running command, as the provider sees it.
+
+    A command that cannot be started counts as a shell counts it: exit code 127 (not found) or 126
+    (not executable) and a line on stderr. A signal's exit code is 128 + n.
+    """
+
+    def output(self) -> AsyncIterator[tuple[int, bytes]]:
+        """(STDOUT or STDERR, bytes) as they come. Called once.
+
+        Ends when the command's own process has ended and what it wrote has been read, even if a
+        background job still holds the streams. With a tty everything is STDOUT.
+        """
+        ...
+
+    async def wait(self) -> int:
+        """The exit code. Any number of callers, also after the end."""
+        ...
+
+    async def write_stdin(self, data: bytes) -> None:
+        """Raises BrokenPipeError once the command has closed its standard input or ended."""
+        ...
+
+    async def close_stdin(self) -> None: ...
+
+    async def resize(self, size: TerminalSize) -> None: ...
+
+    async def signal(self, number: int) -> None:
+        """To the command's process group. Silent when it has already ended."""
+        ...
+
+    async def terminate(self, grace_seconds: float) -> None:
+        """End the whole process tree, also what left the group or the session: TERM, grace, KILL. Returns when it is gone."""
+        ...
+
+    async def aclose(self) -> None:
+        """Let go of what this end holds (descriptors, sockets). The command goes on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Url:
+    """An address that works from here, and the headers it needs."""
+
+    url: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class Provider(Protocol):
+    """The primitives every provider has. Raises only `lowtide.errors`."""
+
+    name: ClassVar[str]
+    capabilities: ClassVar[frozenset[Capability]]
+    traits: ClassVar[Traits]
+    options_type: ClassVar[type | None]
+
+    @classmethod
+    def connect(cls, environ: Mapping[str, str], options: Mapping[str, Any] | None = None) -> Self:
+        """Make one from environment variables and arguments. No network, no SDK import where it can wait.
+
+        Raises AuthenticationError (what to set) or MissingDependencyError (what to install).
+        """
+        ...
+
+    @property
+    def account(self) -> str:
+        """A short stable fingerprint of endpoint and account. Never a key, nor anything a key follows from."""
+        ...
+
+    def credentials(self) -> dict[str, str]:
+        """The environment with which `connect` makes the same provider in another process. Kept in memory only."""
+        ...
+
+    async def create(self, spec: SandboxSpec) -> SandboxInfo:
+        """Returns when the provider has accepted and the id is known; with the same lease id twice, at most one exists."""
+        ...
+
+    async def find(self, spec: SandboxSpec) -> SandboxInfo | None:
+        """What a create with this spec made, if it can be seen now (see `Traits.recovery`)."""
+        ...
+
+    async def get(self, sandbox_id: str) -> SandboxInfo:
+        """Raises SandboxNotFoundError. Never changes the sandbox, nor its lifetime."""
+        ...
+
+    async def wait_ready(self, sandbox_id: str) -> SandboxInfo:
+        """Wait until commands can run. SandboxFailedError at once, with the reason, when they never will; SandboxGone."""
+        ...
+
+    def list(self, labels: Mapping[str, str]) -> AsyncIterator[SandboxInfo]:
+        """All pages, all states that still hold anything, with at least these labels. May lag; `get` is the truth."""
+        ...
+
+    async def destroy(self, sandbox_id: str, *, grace_seconds: float = 0.0) -> bool:
+        """End it and everything it holds. True: ended now, confirmed. False: was already gone. Never raises for missing."""
+        ...
+
+    async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> ProcessHandle:
+        """Raises SandboxGone when there is nothing to run in."""
+        ...
+
+    def read_file(self, sandbox_id: str, path: str) -> AsyncIterator[bytes]:
+        """Chunks of any size, memory bounded. The SandboxFileError family."""
+        ...
+
+    async def write_file(
+        self, sandbox_id: str, path: str, chunks: AsyncIterable[bytes], *, size: int | None = None, mode: int | None = None
+    ) -> int:
+        """Create parents, replace what is there, return the bytes written. Follows the sandbox's own links only."""
+        ...
+
+    async def aclose(self) -> None:
+        """Let go of connections, descriptors and helper processes of this end. Touches no sandbox."""
+        ...
+
+
+# What only some providers do. Each goes with the capability of the same name.
+
+
+@runtime_checkable
+class Renews(Protocol):
+    async def renew(self, sandbox_id: str, lifetime_seconds: float) -> datetime | None:
+        """Let it live that long from now. Returns the new expiry. SandboxNotFoundError when it is gone."""
+        ...
+
+
+@runtime_checkable
+class Snapshots(Protocol):
+    async def snapshot(self, sandbox_id: str, name: str) -> str:
+        """Returns the snapshot id that `SandboxSpec.snapshot` takes."""
+        ...
+
+    async def delete_snapshot(self, snapshot_id: str) -> bool: ...
+
+    async def list_snapshots(self) -> Sequence[str]: ...
+
+
+@runtime_checkable
+class Pauses(Protocol):
+    async def pause(self, sandbox_id: str) -> None: ...
+
+    async def resume(self, sandbox_id: str) -> None: ...
+
+
+@runtime_checkable
+class Stops(Protocol):
+    """Providers that can stop without deleting (Daytona)."""
+
+    async def stop_only(self, sandbox_id: str, *, delete_after_seconds: float) -> None: ...
+
+
+@runtime_checkable
+class Ports(Protocol):
+    async def url(self, sandbox_id: str, port: int) -> Url: ...
+
+
+class FileKind(enum.StrEnum):
+    FILE = "file"
+    DIRECTORY = "directory"
+    SYMLINK = "symlink"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    name: str
+    path: str
+    kind: FileKind
+    size: int
+    mode: int
+    modified_at: datetime | None = None
+    target: str | None = None
+
+
+@runtime_checkable
+class NativeFiles(Protocol):
+    """File operations beyond read and write; derived through exec where a provider has none."""
+
+    async def stat(self, sandbox_id: str, path: str) -> FileEntry: ...
+
+    async def list_dir(self, sandbox_id: str, path: str) -> Sequence[FileEntry]: ...
+
+    async def make_dir(self, sandbox_id: str, path: str) -> None:
+        """With parents; silent when it is already a directory."""
+        ...
+
+    async def remove(self, sandbox_id: str, path: str, *, recursive: bool) -> None: ...
+
+
+@runtime_checkable
+class NativeTrees(Protocol):
+    """Whole directories as a tar stream; derived through exec of tar where a provider has none."""
+
+    def read_tree(self, sandbox_id: str, path: str) -> AsyncIterator[bytes]: ...
+
+    async def write_tree(self, sandbox_id: str, path: str, chunks: AsyncIterable[bytes]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeResult:
+    """What one piece of code did in a stateful interpreter. `results` are MIME bundles."""
+
+    stdout: str
+    stderr: str
+    results: tuple[Mapping[str, Any], ...] = ()
+    error: Mapping[str, Any] | None = None
+    execution_count: int | None = None
+
+
+@runtime_checkable
+class Interprets(Protocol):
+    async def run_code(
+        self, sandbox_id: str, code: str, *, language: str, context: str | None, timeout_seconds: float | None
+    ) -> CodeResult: ...
