@@ -1,0 +1,98 @@
+"""The suite's own ground: a home per worker that nobody else uses, and a last look for what was left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from lowtide.testing.leaks import Leak, Watch
+
+RUN = "LOWTIDE_TEST_RUN"  # the run's directory, handed by the controller to its workers
+PATIENCE_SECONDS = 45.0  # a guardian may still be ending what a killed test process left
+
+_left = pytest.StashKey[list[Leak]]()
+_outer = pytest.StashKey[dict[str, str | None]]()
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_left] = []
+    config.stash[_outer] = {name: os.environ.get(name) for name in (RUN, "LOWTIDE_HOME", "TMPDIR")}
+    if _is_worker(config):
+        run = Path(os.environ[RUN])
+        worker: str = config.workerinput["workerid"]  # type: ignore[attr-defined]
+    else:
+        # Short, because sockets under it must stay below 108 bytes. Others may pass, so that tests
+        # can put a place for an ordinary user under it; the homes themselves are private.
+        run = Path(tempfile.mkdtemp(prefix="lt-", dir="/tmp"))
+        run.chmod(0o711)
+        os.environ[RUN] = str(run)
+        worker = "main"
+    home = run / worker
+    home.mkdir(mode=0o700)
+    os.environ["LOWTIDE_HOME"] = str(home)
+    temporary = run / "tmp"
+    temporary.mkdir(mode=0o1777, exist_ok=True)
+    temporary.chmod(0o1777)
+    os.environ["TMPDIR"] = str(temporary)
+    tempfile.tempdir = None
+    for name in ("LOWTIDE_PROVIDER", "LOWTIDE_KEEP", "LOWTIDE_SIGNALS"):
+        os.environ.pop(name, None)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The suite's last test: nothing it made is left. Runs in the controller, when the workers are gone."""
+    config = session.config
+    if _is_worker(config) or config.option.collectonly:
+        return
+    _let_go_of_helpers()
+    watch = Watch(Path(os.environ[RUN]))
+    config.stash[_left] = watch.left(patience_seconds=PATIENCE_SECONDS)
+    if config.stash[_left] and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    left = config.stash[_left]
+    if left:
+        terminalreporter.section("left behind by the suite", red=True)
+        for leak in left:
+            terminalreporter.write_line(str(leak))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not _is_worker(config):
+        shutil.rmtree(os.environ[RUN], ignore_errors=not config.stash[_left])
+    for name, value in config.stash[_outer].items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    tempfile.tempdir = None
+
+
+def _let_go_of_helpers() -> None:
+    """Without xdist the tests ran in this process, and its helper processes live as long as it does."""
+    if "lowtide.providers.registry" not in sys.modules:
+        return
+    from lowtide.engine import engine
+    from lowtide.providers import registry
+
+    engine().run(registry.aclose_all(), timeout=30.0)
+
+
+@pytest.fixture(scope="session")
+def run_directory() -> Path:
+    """The run's directory: what is put under it counts as the suite's own in the leak check."""
+    return Path(os.environ[RUN])
