@@ -1,0 +1,66 @@
+# Every target does its own set-up: a fresh Debian with Python 3.11, pip and make is enough.
+# Nothing is installed outside .venv. PYTHON=... chooses the interpreter, PYTEST_ARGS=... adds arguments.
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format bench crash clean
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?=
+PYTEST_ARGS ?=
+
+help: ## show the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1	/p' Makefile | expand -t 10
+
+demo: $(VENV)/.runtime ## the two-minute tour: sandboxes, a kill -9, and nothing left
+	@$(BIN)/lowtide demo
+
+test: $(VENV)/.dev ## the test-suite
+	@$(BIN)/pytest -q -n auto $(PYTEST_ARGS)
+
+check: $(VENV)/.dev ## format, lint, types, layers, exported names
+	@$(BIN)/ruff format --check --quiet --diff .
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/lint-imports --no-cache >$(VENV)/layers.log 2>&1 || { cat $(VENV)/layers.log; exit 1; }
+	@$(BIN)/pytest -q --no-header tests/unit/test_exports.py
+	@echo "check: format, lint, types, layers and exported names are fine"
+
+format: $(VENV)/.dev ## rewrite the code as `make check` wants it
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.dev ## speed, as ratios against the raw mechanism
+	@$(BIN)/python -m benchmarks
+
+crash: $(VENV)/.dev ## the crash matrix: real processes, killed at every instant
+	@$(BIN)/python -m tests.crash
+
+clean: ## remove the virtual environment and the caches
+	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+
+# --- set-up -------------------------------------------------------------------------------------
+# The stamps depend on pyproject.toml, so a changed dependency is installed by the next target.
+
+$(VENV)/.runtime: pyproject.toml | $(BIN)/python
+	@$(call install,.)
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(BIN)/python
+	@$(call install,.[dev])
+	@touch $@ $(VENV)/.runtime
+
+# Debian's python3 may come without ensurepip; pip can then still install into the environment from outside.
+install = echo "setting up $(VENV) with $(1) ..." && \
+	if [ -x $(BIN)/pip ]; then $(BIN)/python -m pip install -q --disable-pip-version-check -e '$(1)'; \
+	else $(find_python) && $$python -m pip --python $(BIN)/python install -q --disable-pip-version-check -e '$(1)'; fi
+
+$(BIN)/python:
+	@$(find_python) && \
+	{ $$python -m venv $(VENV) >/dev/null 2>&1 || { rm -rf $(VENV) && $$python -m venv --without-pip $(VENV); }; }
+
+find_python = python=; \
+	for candidate in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	  if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then python=$$candidate; break; fi; \
+	done; \
+	[ -n "$$python" ] || { echo "lowtide needs Python 3.11 or later: install it, or say make PYTHON=/path/to/python" >&2; exit 1; }
