@@ -43,7 +43,9 @@ class Engine:
         """Run `work` and wait for it. Not from the engine's own thread: that would wait for itself."""
         if self.is_current_thread():
             work.close()
-            raise RuntimeError("a blocking lowtide call was made on lowtide's own event loop; await it instead")
+            raise RuntimeError(
+                "a blocking lowtide call was made on lowtide's own event loop; await it instead"
+            )
         return self.submit(work).result(timeout)
 
     def is_current_thread(self) -> bool:

@@ -141,9 +141,7 @@ class SandboxUnavailableError(SandboxError, ConnectionError):
 class RateLimitError(SandboxUnavailableError):
     """The provider asked to slow down."""
 
-    def __init__(
-        self, message: str, *, retry_after_seconds: float | None = None, **context: Any
-    ) -> None:
+    def __init__(self, message: str, *, retry_after_seconds: float | None = None, **context: Any) -> None:
         super().__init__(message, **context)
         self.retry_after_seconds = retry_after_seconds
 
@@ -223,4 +221,8 @@ class CleanupError(ExceptionGroup[LowtideError], LowtideError):
         return CleanupError(self.message, excs)
 
 
-__all__ = [name for name, thing in list(globals().items()) if isinstance(thing, type) and issubclass(thing, LowtideError) and not name.startswith("_")]
+__all__ = [
+    name
+    for name, thing in list(globals().items())
+    if isinstance(thing, type) and issubclass(thing, LowtideError) and not name.startswith("_")
+]

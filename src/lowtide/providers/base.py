@@ -300,7 +300,13 @@ class Provider(Protocol):
         ...
 
     async def write_file(
-        self, sandbox_id: str, path: str, chunks: AsyncIterable[bytes], *, size: int | None = None, mode: int | None = None
+        self,
+        sandbox_id: str,
+        path: str,
+        chunks: AsyncIterable[bytes],
+        *,
+        size: int | None = None,
+        mode: int | None = None,
     ) -> int:
         """Create parents, replace what is there, return the bytes written. Follows the sandbox's own links only."""
         ...

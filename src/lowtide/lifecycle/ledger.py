@@ -1,0 +1,410 @@
+"""The ledger: the durable record of leases. A small interface, and its SQLite implementation.
+
+Every change of state is a compare-and-set, written together with a line of history in one
+transaction. A row is never deleted before its sandbox is confirmed gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from lowtide.errors import LedgerError
+from lowtide.lifecycle.lease import Keep, Lease, LeaseState, Owner
+
+T = TypeVar("T")
+
+OPEN_STATES = frozenset(LeaseState) - {LeaseState.GONE, LeaseState.HANDED_OVER}
+"""The states in which somebody here still has to end something."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryLine:
+    """One change in the life of a lease."""
+
+    at: float
+    before: LeaseState | None
+    after: LeaseState
+    pid: int
+    why: str
+
+
+class Ledger(Protocol):
+    """What the lifecycle needs from a ledger. A PostgreSQL one for a fleet fits here."""
+
+    @property
+    def ledger_id(self) -> str:
+        """Marks every sandbox made under this ledger."""
+        ...
+
+    async def intend(self, lease: Lease, *, durable: bool = True) -> None:
+        """Write a new row. On return it survives a crash of this process and, if `durable`, a power cut."""
+        ...
+
+    async def change(
+        self,
+        lease_id: str,
+        after: LeaseState,
+        *,
+        before: Collection[LeaseState],
+        owner: Owner | None = None,
+        why: str = "",
+        **fields: Any,
+    ) -> Lease | None:
+        """Compare and set: the changed row, or None when its state or owner was another."""
+        ...
+
+    async def note(self, lease_id: str, why: str, **fields: Any) -> None:
+        """Change fields without changing the state."""
+        ...
+
+    async def get(self, lease_id: str) -> Lease | None: ...
+
+    async def find(self, provider: str, account: str | None, sandbox_id: str) -> Lease | None:
+        """The newest row of that sandbox."""
+        ...
+
+    async def list(
+        self,
+        *,
+        states: Collection[LeaseState] | None = None,
+        owner: Owner | None = None,
+        provider: str | None = None,
+        tags: Collection[str] = (),
+    ) -> list[Lease]: ...
+
+    async def owners(self, host: str) -> list[Owner]:
+        """Who on `host` still owns something that has to be ended."""
+        ...
+
+    async def history(self, lease_id: str) -> list[HistoryLine]: ...
+
+    async def forget(self, *, gone_before: float) -> int:
+        """Drop rows that were gone before that time. Returns how many."""
+        ...
+
+    def close(self) -> None: ...
+
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS lease (
+  lease_id TEXT PRIMARY KEY, provider TEXT NOT NULL, account TEXT NOT NULL, state TEXT NOT NULL,
+  sandbox_id TEXT, host TEXT NOT NULL, boot_id TEXT NOT NULL, pid INTEGER NOT NULL, start_time INTEGER NOT NULL,
+  tags TEXT NOT NULL, session TEXT, keep TEXT NOT NULL, keep_for_seconds REAL NOT NULL, created_at REAL NOT NULL,
+  expires_at REAL, max_lifetime_at REAL, lifetime_seconds REAL, kept_until REAL, attempts INTEGER NOT NULL,
+  reason TEXT, recovery TEXT NOT NULL, changed_at REAL NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS lease_open ON lease (state) WHERE state NOT IN ('gone', 'handed-over');
+CREATE INDEX IF NOT EXISTS lease_sandbox ON lease (sandbox_id, provider);
+CREATE TABLE IF NOT EXISTS history (
+  lease_id TEXT NOT NULL, at REAL NOT NULL, before TEXT, after TEXT NOT NULL, pid INTEGER NOT NULL, why TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS history_lease ON history (lease_id);
+"""
+_COLUMNS = (
+    "lease_id provider account state sandbox_id host boot_id pid start_time tags session keep keep_for_seconds "
+    "created_at expires_at max_lifetime_at lifetime_seconds kept_until attempts reason recovery changed_at"
+).split()
+_INSERT = f"INSERT INTO lease ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"  # noqa: S608
+_SELECT = f"SELECT {', '.join(_COLUMNS)} FROM lease"  # noqa: S608
+_VERSION = "1"
+
+_FULL, _NORMAL = "PRAGMA synchronous=FULL", "PRAGMA synchronous=NORMAL"
+
+
+class SqliteLedger:
+    """One file, many processes. Used from one event loop; never blocks it while another process writes."""
+
+    busy_seconds = 30.0
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._pid = os.getpid()
+        try:
+            self._db = sqlite3.connect(path, timeout=0.02, isolation_level=None, check_same_thread=False)
+            os.chmod(path, 0o600)
+            self.ledger_id = self._set_up()
+        except sqlite3.Error as error:
+            raise self._error("open", error) from error
+        except OSError as error:
+            raise LedgerError(f"cannot open the ledger {path}: {error.strerror}") from error
+
+    def _set_up(self) -> str:
+        deadline = time.monotonic() + self.busy_seconds
+        while True:
+            try:
+                self._db.execute("PRAGMA journal_mode=WAL")
+                self._db.execute(_NORMAL)
+                found = self._db.execute("SELECT name FROM sqlite_master WHERE name='meta'").fetchone()
+                if not found:
+                    self._db.execute("BEGIN IMMEDIATE")
+                    for statement in _SCHEMA.split(";"):
+                        self._db.execute(statement)
+                    self._db.execute(
+                        "INSERT OR IGNORE INTO meta VALUES ('ledger_id', ?)", (secrets.token_hex(8),)
+                    )
+                    self._db.execute("INSERT OR IGNORE INTO meta VALUES ('version', ?)", (_VERSION,))
+                    self._db.execute("COMMIT")
+                meta = dict(self._db.execute("SELECT key, value FROM meta").fetchall())
+                if "ledger_id" in meta:
+                    break
+            except sqlite3.OperationalError as error:
+                self._roll_back()
+                if not _busy(error) or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.005)
+        if meta["version"] != _VERSION:
+            raise LedgerError(
+                f"the ledger {self.path} was written by another version of lowtide (format {meta['version']}, "
+                f"this one reads {_VERSION}); use that version, or another LOWTIDE_HOME"
+            )
+        return str(meta["ledger_id"])
+
+    async def intend(self, lease: Lease, *, durable: bool = True) -> None:
+        def work() -> None:
+            self._db.execute(_INSERT, _to_row(lease))
+            self._remember(lease.lease_id, None, lease.state, lease.reason or "")
+
+        await self._write(work, durable=durable)
+
+    async def change(
+        self,
+        lease_id: str,
+        after: LeaseState,
+        *,
+        before: Collection[LeaseState],
+        owner: Owner | None = None,
+        why: str = "",
+        **fields: Any,
+    ) -> Lease | None:
+        def work() -> Lease | None:
+            lease = self._get(lease_id)
+            if lease is None or lease.state not in before or (owner is not None and lease.owner != owner):
+                return None
+            changed = replace(lease, state=after, reason=why or lease.reason, **fields)
+            self._put(changed)
+            if after is not lease.state or why:
+                self._remember(lease_id, lease.state, after, why)
+            return changed
+
+        return await self._write(work)
+
+    async def note(self, lease_id: str, why: str, **fields: Any) -> None:
+        def work() -> None:
+            lease = self._get(lease_id)
+            if lease is not None:
+                self._put(replace(lease, reason=why or lease.reason, **fields))
+                if why:
+                    self._remember(lease_id, lease.state, lease.state, why)
+
+        await self._write(work)
+
+    async def get(self, lease_id: str) -> Lease | None:
+        return await self._retry("read", lambda: self._get(lease_id))
+
+    async def find(self, provider: str, account: str | None, sandbox_id: str) -> Lease | None:
+        query, values = f"{_SELECT} WHERE sandbox_id=? AND provider=?", [sandbox_id, provider]
+        if account is not None:
+            query, values = query + " AND account=?", [*values, account]
+        rows = await self._retry("read", lambda: self._db.execute(query, values).fetchall())
+        leases = sorted((_from_row(row, self.ledger_id) for row in rows), key=lambda lease: lease.created_at)
+        return leases[-1] if leases else None
+
+    async def list(
+        self,
+        *,
+        states: Collection[LeaseState] | None = None,
+        owner: Owner | None = None,
+        provider: str | None = None,
+        tags: Collection[str] = (),
+    ) -> list[Lease]:
+        where, values = _in("state", OPEN_STATES if states is None else states)
+        if states is None or frozenset(states) <= OPEN_STATES:
+            where += " AND state NOT IN ('gone', 'handed-over')"  # so that the partial index is used
+        if owner is not None:
+            where += " AND host=? AND boot_id=? AND pid=? AND start_time=?"
+            values += [owner.host, owner.boot_id, owner.pid, owner.start_time]
+        if provider is not None:
+            where, values = where + " AND provider=?", [*values, provider]
+        query = f"{_SELECT} WHERE {where} ORDER BY lease_id"
+        rows = await self._retry("read", lambda: self._db.execute(query, values).fetchall())
+        leases = [_from_row(row, self.ledger_id) for row in rows]
+        return [lease for lease in leases if set(tags) <= set(lease.tags)]
+
+    async def owners(self, host: str) -> list[Owner]:
+        where, values = _in("state", OPEN_STATES)
+        query = (
+            "SELECT DISTINCT host, boot_id, pid, start_time FROM lease "
+            f"WHERE {where} AND state NOT IN ('gone', 'handed-over') AND host=?"  # noqa: S608
+        )
+        rows = await self._retry("read", lambda: self._db.execute(query, [*values, host]).fetchall())
+        return [Owner(host=h, boot_id=b, pid=p, start_time=s) for h, b, p, s in rows]
+
+    async def history(self, lease_id: str) -> list[HistoryLine]:
+        query = "SELECT at, before, after, pid, why FROM history WHERE lease_id=? ORDER BY rowid"
+        rows = await self._retry("read", lambda: self._db.execute(query, (lease_id,)).fetchall())
+        return [
+            HistoryLine(
+                at=at,
+                before=LeaseState(before) if before else None,
+                after=LeaseState(after),
+                pid=pid,
+                why=why,
+            )
+            for at, before, after, pid, why in rows
+        ]
+
+    async def forget(self, *, gone_before: float) -> int:
+        def work() -> int:
+            old = [
+                row[0]
+                for row in self._db.execute(
+                    "SELECT lease_id FROM lease WHERE state='gone' AND changed_at < ?", (gone_before,)
+                )
+            ]
+            self._db.executemany("DELETE FROM history WHERE lease_id=?", [(i,) for i in old])
+            self._db.executemany("DELETE FROM lease WHERE lease_id=?", [(i,) for i in old])
+            return len(old)
+
+        return await self._write(work)
+
+    def close(self) -> None:
+        # A forked child must not close its parent's connection: SQLite would tidy up the parent's log.
+        if os.getpid() == self._pid:
+            self._db.close()
+
+    # Below: one transaction each.
+
+    def _get(self, lease_id: str) -> Lease | None:
+        row = self._db.execute(f"{_SELECT} WHERE lease_id=?", (lease_id,)).fetchone()
+        return _from_row(row, self.ledger_id) if row else None
+
+    def _put(self, lease: Lease) -> None:
+        columns = ", ".join(f"{column}=?" for column in _COLUMNS[1:])
+        self._db.execute(
+            f"UPDATE lease SET {columns} WHERE lease_id=?", (*_to_row(lease)[1:], lease.lease_id)
+        )  # noqa: S608
+
+    def _remember(self, lease_id: str, before: LeaseState | None, after: LeaseState, why: str) -> None:
+        self._db.execute(
+            "INSERT INTO history VALUES (?, ?, ?, ?, ?, ?)",
+            (lease_id, time.time(), before, after, os.getpid(), why),
+        )
+
+    async def _write(self, work: Callable[[], T], *, durable: bool = False) -> T:
+        def transaction() -> T:
+            if durable:
+                self._db.execute(_FULL)
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                result = work()
+                self._db.execute("COMMIT")
+            except BaseException:
+                self._roll_back()
+                raise
+            finally:
+                if durable:
+                    self._db.execute(_NORMAL)
+            return result
+
+        return await self._retry("write", transaction)
+
+    def _roll_back(self) -> None:
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK")
+
+    async def _retry(self, what: str, work: Callable[[], T]) -> T:
+        deadline = time.monotonic() + self.busy_seconds
+        delay = 0.002
+        while True:
+            try:
+                return work()
+            except sqlite3.Error as error:
+                if not _busy(error) or time.monotonic() > deadline:
+                    raise self._error(what, error) from error
+            await asyncio.sleep(delay * random.uniform(0.5, 1.5))  # noqa: S311
+            delay = min(delay * 2, 0.1)
+
+    def _error(self, what: str, error: sqlite3.Error) -> LedgerError:
+        text = str(error)
+        if "full" in text or "disk I/O" in text:
+            advice = "free some disk space, or set LOWTIDE_HOME to another disk"
+        elif "readonly" in text or "unable to open" in text:
+            advice = "make it writable, or set LOWTIDE_HOME to a directory you can write"
+        elif "not a database" in text or "malformed" in text:
+            advice = "it is damaged: keep it, set LOWTIDE_HOME to a new directory, and sweep each provider by its labels"
+        else:
+            advice = "if another process holds it, end that process"
+        return LedgerError(f"cannot {what} the ledger {self.path}: {text}; {advice}", retryable=_busy(error))
+
+
+def _busy(error: sqlite3.Error) -> bool:
+    return isinstance(error, sqlite3.OperationalError) and ("locked" in str(error) or "busy" in str(error))
+
+
+def _in(column: str, states: Iterable[LeaseState]) -> tuple[str, list[Any]]:
+    names: list[Any] = sorted(str(state) for state in states)
+    return f"{column} IN ({', '.join('?' * len(names))})", names
+
+
+def _to_row(lease: Lease) -> tuple[Any, ...]:
+    owner = lease.owner
+    return (
+        lease.lease_id,
+        lease.provider,
+        lease.account,
+        str(lease.state),
+        lease.sandbox_id,
+        owner.host,
+        owner.boot_id,
+        owner.pid,
+        owner.start_time,
+        json.dumps(lease.tags),
+        lease.session,
+        str(lease.keep),
+        lease.keep_for_seconds,
+        lease.created_at,
+        lease.expires_at,
+        lease.max_lifetime_at,
+        lease.lifetime_seconds,
+        lease.kept_until,
+        lease.attempts,
+        lease.reason,
+        json.dumps(dict(lease.recovery)),
+        time.time(),
+    )
+
+
+def _from_row(row: tuple[Any, ...], ledger_id: str) -> Lease:
+    r = dict(zip(_COLUMNS, row, strict=True))
+    return Lease(
+        lease_id=r["lease_id"],
+        provider=r["provider"],
+        account=r["account"],
+        owner=Owner(host=r["host"], boot_id=r["boot_id"], pid=r["pid"], start_time=r["start_time"]),
+        ledger_id=ledger_id,
+        state=LeaseState(r["state"]),
+        sandbox_id=r["sandbox_id"],
+        tags=tuple(json.loads(r["tags"])),
+        session=r["session"],
+        keep=Keep(r["keep"]),
+        keep_for_seconds=r["keep_for_seconds"],
+        created_at=r["created_at"],
+        expires_at=r["expires_at"],
+        max_lifetime_at=r["max_lifetime_at"],
+        lifetime_seconds=r["lifetime_seconds"],
+        kept_until=r["kept_until"],
+        attempts=r["attempts"],
+        reason=r["reason"],
+        recovery=json.loads(r["recovery"]),
+    )
