@@ -73,7 +73,7 @@ class Ledger(Protocol):
         """The newest row of that sandbox."""
         ...
 
-    async def list(
+    async def leases(
         self,
         *,
         states: Collection[LeaseState] | None = None,
@@ -111,12 +111,32 @@ CREATE TABLE IF NOT EXISTS history (
 );
 CREATE INDEX IF NOT EXISTS history_lease ON history (lease_id);
 """
-_COLUMNS = (
-    "lease_id provider account state sandbox_id host boot_id pid start_time tags session keep keep_for_seconds "
-    "created_at expires_at max_lifetime_at lifetime_seconds kept_until attempts reason recovery changed_at"
-).split()
-_INSERT = f"INSERT INTO lease ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"  # noqa: S608
-_SELECT = f"SELECT {', '.join(_COLUMNS)} FROM lease"  # noqa: S608
+_COLUMNS = [
+    "lease_id",
+    "provider",
+    "account",
+    "state",
+    "sandbox_id",
+    "host",
+    "boot_id",
+    "pid",
+    "start_time",
+    "tags",
+    "session",
+    "keep",
+    "keep_for_seconds",
+    "created_at",
+    "expires_at",
+    "max_lifetime_at",
+    "lifetime_seconds",
+    "kept_until",
+    "attempts",
+    "reason",
+    "recovery",
+    "changed_at",
+]
+_INSERT = f"INSERT INTO lease ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
+_SELECT = f"SELECT {', '.join(_COLUMNS)} FROM lease"
 _VERSION = "1"
 
 _FULL, _NORMAL = "PRAGMA synchronous=FULL", "PRAGMA synchronous=NORMAL"
@@ -220,7 +240,7 @@ class SqliteLedger:
         leases = sorted((_from_row(row, self.ledger_id) for row in rows), key=lambda lease: lease.created_at)
         return leases[-1] if leases else None
 
-    async def list(
+    async def leases(
         self,
         *,
         states: Collection[LeaseState] | None = None,
@@ -245,7 +265,7 @@ class SqliteLedger:
         where, values = _in("state", OPEN_STATES)
         query = (
             "SELECT DISTINCT host, boot_id, pid, start_time FROM lease "
-            f"WHERE {where} AND state NOT IN ('gone', 'handed-over') AND host=?"  # noqa: S608
+            f"WHERE {where} AND state NOT IN ('gone', 'handed-over') AND host=?"
         )
         rows = await self._retry("read", lambda: self._db.execute(query, [*values, host]).fetchall())
         return [Owner(host=h, boot_id=b, pid=p, start_time=s) for h, b, p, s in rows]
@@ -293,7 +313,7 @@ class SqliteLedger:
         columns = ", ".join(f"{column}=?" for column in _COLUMNS[1:])
         self._db.execute(
             f"UPDATE lease SET {columns} WHERE lease_id=?", (*_to_row(lease)[1:], lease.lease_id)
-        )  # noqa: S608
+        )
 
     def _remember(self, lease_id: str, before: LeaseState | None, after: LeaseState, why: str) -> None:
         self._db.execute(
