@@ -148,11 +148,29 @@ class Lease:
     recovery: Mapping[str, Any] = field(default_factory=dict)
     """What finding a lost create needs (image, options by value). Never a secret, never the environment."""
 
+    def renewal_due(self, now: float, share: float) -> bool:
+        """Whether less than `share` of the renewable lifetime is left."""
+        if self.lifetime_seconds is None:
+            return False
+        return (self.expires_at or 0.0) - now < self.lifetime_seconds * share
+
     @property
     def labels(self) -> Labels:
         return Labels(
             lease_id=self.lease_id, ledger_id=self.ledger_id, owner=self.owner.label, tags=self.tags
         )
+
+
+LEASE_SECONDS = 300.0
+"""What a renewing provider is told at create and at each renewal; ``LOWTIDE_LEASE_SECONDS`` overrides it."""
+
+
+def renewal_seconds(lease: Lease) -> float:
+    """How long the next renewal asks for: the lease's own step, but never past the end the user set."""
+    step = lease.lifetime_seconds or LEASE_SECONDS
+    if lease.max_lifetime_at is not None:
+        step = min(step, max(1.0, lease.max_lifetime_at - time.time()))
+    return step
 
 
 class Outcome(enum.StrEnum):

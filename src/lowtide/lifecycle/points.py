@@ -13,15 +13,25 @@ _armed = os.environ.get("LOWTIDE_CRASH_AT", "")
 
 
 def point(name: str) -> None:
-    """Die here, as by kill -9, if this point is armed (``NAME`` or ``NAME:N`` for the N-th time)."""
+    """Die here, as by kill -9, if this point is armed.
+
+    ``NAME`` arms it, ``NAME:N`` its N-th passing, ``NAME@FILE`` for one process only: whoever makes FILE.
+    """
     global _armed
     if not _armed:
         return
-    armed, _, count = _armed.partition(":")
+    armed, _, once = _armed.partition("@")
+    armed, _, count = armed.rpartition(":") if armed.rpartition(":")[2].isdigit() else (armed, "", "")
     if armed != name:
         return
     left = int(count or 1) - 1
     if left > 0:
-        _armed = f"{armed}:{left}"
+        _armed = f"{armed}:{left}" + (f"@{once}" if once else "")
         return
+    if once:
+        try:
+            os.close(os.open(once, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        except FileExistsError:
+            _armed = ""
+            return
     os.kill(os.getpid(), signal.SIGKILL)

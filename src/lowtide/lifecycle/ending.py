@@ -1,0 +1,213 @@
+"""Ending one lease: the same steps whoever does it, the owner, the guardian or a sweep.
+
+claim the row (ENDING) -> find what a lost create may have made -> destroy -> confirm (GONE).
+A row only becomes GONE after the provider has confirmed; every failure leaves it where it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+from datetime import datetime
+
+from lowtide.errors import LowtideError, RateLimitError, SandboxGone, SandboxNotFoundError
+from lowtide.lifecycle import keep
+from lowtide.lifecycle.keep import Decision, Fate
+from lowtide.lifecycle.lease import EndReport, Lease, LeaseState, Outcome, Owner
+from lowtide.lifecycle.ledger import OPEN_STATES, Ledger
+from lowtide.lifecycle.points import point
+from lowtide.providers.base import Provider, Recovery, Renews, SandboxSpec, Snapshots, Stops
+
+log = logging.getLogger("lowtide.lifecycle")
+
+ENDABLE = OPEN_STATES
+
+
+async def end_lease(
+    ledger: Ledger,
+    provider: Provider,
+    lease: Lease,
+    *,
+    owner: Owner | None,
+    decision: Decision,
+    grace_seconds: float = 0.0,
+    deadline_seconds: float = 60.0,
+    snapshot_name: str | None = None,
+    spec: SandboxSpec | None = None,
+    answered: bool = False,
+) -> EndReport:
+    """End `lease` as decided. Never raises for a provider's fault: the report says what happened.
+
+    `owner` guards the row: when it has another owner by now (adopted), nothing is touched. `spec` is
+    the create call where it is still known; what the row remembers of it does otherwise.
+    `answered`: the provider has refused the create, so one empty look-up is proof.
+    """
+    started = time.monotonic()
+    report = EndReport(
+        outcome=Outcome.FAILED, sandbox_id=lease.sandbox_id, provider=lease.provider, seconds=0.0
+    )
+
+    def done(outcome: Outcome, why: str, **more: object) -> EndReport:
+        return replace(report, outcome=outcome, why=why, seconds=time.monotonic() - started, **more)  # type: ignore[arg-type]
+
+    try:
+        async with asyncio.timeout(deadline_seconds):
+            if decision.fate is not Fate.DESTROY and lease.sandbox_id is not None:
+                kept = await _leave(ledger, provider, lease, owner, decision)
+                if kept is not None:
+                    return done(kept, decision.why)
+            point("end:before-claim")
+            claimed = await ledger.change(
+                lease.lease_id, LeaseState.ENDING, before=ENDABLE, owner=owner, why=decision.why
+            )
+            if claimed is None:
+                now = await ledger.get(lease.lease_id)
+                if now is None or now.state is LeaseState.GONE:
+                    return done(Outcome.ALREADY_GONE, "it had already ended")
+                if now.state is LeaseState.HANDED_OVER:
+                    return done(Outcome.KEPT, "it was released")
+                return done(Outcome.KEPT, f"it now belongs to process {now.owner.pid} on {now.owner.host}")
+            point("end:claimed")
+            sandbox_id = claimed.sandbox_id or await _recover(
+                ledger, provider, claimed, spec or recovery_spec(claimed), answered=answered
+            )
+            if sandbox_id is None:
+                await ledger.change(
+                    lease.lease_id,
+                    LeaseState.GONE,
+                    before={LeaseState.ENDING},
+                    why=f"{provider.name} has nothing of that lease",
+                )
+                return done(Outcome.ALREADY_GONE, "the provider never made it")
+            report = replace(report, sandbox_id=sandbox_id)
+            snapshot_id = None
+            if snapshot_name is not None and isinstance(provider, Snapshots):
+                snapshot_id = await provider.snapshot(sandbox_id, snapshot_name)
+            ended_now = await _destroy(provider, sandbox_id, grace_seconds)
+            point("end:destroyed")
+            why = "destroyed" if ended_now else "was already gone"
+            await ledger.change(
+                lease.lease_id, LeaseState.GONE, before=ENDABLE | {LeaseState.HANDED_OVER}, why=why
+            )
+            point("end:gone")
+            log.info("lease %s (%s %s): %s", lease.lease_id, provider.name, sandbox_id, why)
+            outcome = Outcome.DESTROYED if ended_now else Outcome.ALREADY_GONE
+            return done(outcome, decision.why if ended_now else why, snapshot_id=snapshot_id)
+    except (LowtideError, OSError) as error:
+        failure: BaseException = error
+    # Not done: the row stays, with the count of failures, and is tried again by whoever comes next.
+    if isinstance(failure, TimeoutError) and not str(failure):
+        text = f"not confirmed within {deadline_seconds:g} s"
+        failure = LowtideError(
+            f"{provider.name} did not confirm the end of {report.sandbox_id or lease.lease_id} within "
+            f"{deadline_seconds:g} s; it stays in the ledger and is tried again (or run: lowtide sweep)",
+            provider=provider.name,
+            sandbox_id=report.sandbox_id,
+            retryable=True,
+        )
+    else:
+        text = str(failure)
+    log.warning("lease %s (%s): ending failed: %s", lease.lease_id, provider.name, text)
+    try:
+        await ledger.note(
+            lease.lease_id,
+            f"ending failed: {text}",
+            attempts=lease.attempts + 1,
+            sandbox_id=report.sandbox_id or lease.sandbox_id,
+        )
+    except LowtideError as error:
+        log.warning("lease %s: %s", lease.lease_id, error)
+    return done(Outcome.FAILED, text, error=failure)
+
+
+async def _recover(
+    ledger: Ledger, provider: Provider, lease: Lease, spec: SandboxSpec, *, answered: bool
+) -> str | None:
+    """The id of what a create with a lost answer made; None once it has surely made nothing."""
+    delay = 0.05
+    while True:
+        found = await provider.find(spec)
+        if found is not None:
+            await ledger.note(lease.lease_id, f"found {found.sandbox_id} again", sandbox_id=found.sandbox_id)
+            return found.sandbox_id
+        if answered or provider.traits.recovery is Recovery.REPLAY:
+            return None
+        left = lease.created_at + provider.traits.create_window_seconds - time.time()
+        if left <= 0 or left > provider.traits.create_window_seconds + 5:  # the clock was set back
+            return None
+        await asyncio.sleep(min(delay, left + 0.01))
+        delay = min(delay * 1.6, 5.0)
+
+
+async def _destroy(provider: Provider, sandbox_id: str, grace_seconds: float) -> bool:
+    """Destroy, trying again while the fault may pass. The caller's deadline bounds it."""
+    delay = 0.1
+    while True:
+        try:
+            return await provider.destroy(sandbox_id, grace_seconds=grace_seconds)
+        except (SandboxNotFoundError, SandboxGone):
+            return False
+        except LowtideError as error:
+            if not error.retryable:
+                raise
+            wait = delay
+            if isinstance(error, RateLimitError) and error.retry_after_seconds is not None:
+                wait = max(delay, error.retry_after_seconds)
+            log.info("destroying %s %s: %s; trying again in %.1f s", provider.name, sandbox_id, error, wait)
+        await asyncio.sleep(wait)
+        delay = min(delay * 2, 5.0)
+
+
+async def _leave(
+    ledger: Ledger, provider: Provider, lease: Lease, owner: Owner | None, decision: Decision
+) -> Outcome | None:
+    """Keep or stop it. None when it turned out to be gone, so that the normal end settles the row."""
+    sandbox_id = lease.sandbox_id
+    if sandbox_id is None:
+        return None
+    until = time.time() + lease.keep_for_seconds
+    try:
+        if decision.fate is Fate.STOP and isinstance(provider, Stops):
+            await provider.stop_only(sandbox_id, delete_after_seconds=lease.keep_for_seconds)
+            lives_until: float | None = until
+        else:
+            lives_until = await extend(provider, sandbox_id, lease.keep_for_seconds)
+            if lives_until is None:
+                lives_until = lease.expires_at
+    except (SandboxNotFoundError, SandboxGone):
+        return None
+    changed = await ledger.change(
+        lease.lease_id,
+        LeaseState.KEPT,
+        before=ENDABLE,
+        owner=owner,
+        why=decision.why,
+        kept_until=until,
+        expires_at=lives_until,
+    )
+    if changed is None:
+        return None
+    keep.announce(changed, why=decision.why, until=until, lives_until=lives_until)
+    return Outcome.STOPPED if decision.fate is Fate.STOP and isinstance(provider, Stops) else Outcome.KEPT
+
+
+async def extend(provider: Provider, sandbox_id: str, seconds: float) -> float | None:
+    """Move the provider-side lifetime that far; the new expiry where the provider can."""
+    if not isinstance(provider, Renews):
+        return None
+    most = provider.traits.max_lifetime_seconds
+    until: datetime | None = await provider.renew(sandbox_id, min(seconds, most) if most else seconds)
+    return until.timestamp() if until is not None else None
+
+
+def recovery_spec(lease: Lease) -> SandboxSpec:
+    """Enough of the create call to find what it made; for a replaying provider also to replay it."""
+    known = dict(lease.recovery)
+    return SandboxSpec(
+        labels=lease.labels,
+        image=known.get("image"),
+        snapshot=known.get("snapshot"),
+        lifetime_seconds=lease.lifetime_seconds,
+    )

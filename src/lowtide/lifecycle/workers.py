@@ -1,0 +1,237 @@
+"""Who in the guardian talks to a provider: light ones in its own process, heavy ones in a worker.
+
+A provider that imports an SDK would make the guardian ten times its size for something that is
+rarely needed. Such work goes to a worker process per account: started on demand with the account's
+environment, fed with lease ids on its standard input, gone when idle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lowtide.errors import LowtideError
+from lowtide.lifecycle.ending import end_lease, extend
+from lowtide.lifecycle.keep import Decision, Fate
+from lowtide.lifecycle.lease import Lease, Outcome, renewal_seconds
+from lowtide.lifecycle.ledger import SqliteLedger
+from lowtide.providers import registry
+from lowtide.providers.base import Provider
+
+log = logging.getLogger("lowtide.guardian")
+
+IDLE_SECONDS = 30.0
+_PACKAGE = str(Path(__file__).resolve().parents[2])
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """How to connect to one account. Only ever in memory."""
+
+    name: str
+    account: str
+    environ: dict[str, str] = field(repr=False)
+
+
+class Workers:
+    """The guardian's access to providers."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known: dict[tuple[str, str], Credentials] = {}
+        self._light: dict[tuple[str, str], Provider] = {}
+        self._workers: dict[tuple[str, str], _Worker] = {}
+
+    def learn(self, credentials: Credentials) -> None:
+        """An owner told how it connects."""
+        self._known[credentials.name, credentials.account] = credentials
+
+    def light(self, lease: Lease) -> Provider | None:
+        """A connected provider for this lease, if it is one the guardian may load itself."""
+        key = (lease.provider, lease.account)
+        if key in self._light:
+            return self._light[key]
+        if not registry.provider_class(lease.provider).traits.light:
+            return None
+        self._light[key] = connect(lease.provider, lease.account, self._environ(key))
+        return self._light[key]
+
+    async def end(self, lease: Lease, decision: Decision) -> tuple[Outcome, str]:
+        answer = await self._ask(
+            lease, {"end": lease.lease_id, "fate": decision.fate.value, "why": decision.why}
+        )
+        return Outcome(answer["outcome"]), str(answer["why"])
+
+    async def renew(self, lease: Lease) -> None:
+        answer = await self._ask(lease, {"renew": lease.lease_id})
+        if answer.get("error"):
+            raise LowtideError(str(answer["error"]), provider=lease.provider, sandbox_id=lease.sandbox_id)
+
+    async def aclose(self) -> None:
+        for worker in self._workers.values():
+            await worker.aclose()
+        for provider in self._light.values():
+            await provider.aclose()
+
+    def _environ(self, key: tuple[str, str]) -> dict[str, str]:
+        known = self._known.get(key)
+        return {**os.environ, **(known.environ if known else {}), "LOWTIDE_HOME": str(self._path)}
+
+    async def _ask(self, lease: Lease, job: dict[str, Any]) -> dict[str, Any]:
+        key = (lease.provider, lease.account)
+        worker = self._workers.get(key)
+        if worker is None or worker.ended:
+            worker = self._workers[key] = _Worker(self._path, lease, self._environ(key))
+        return await worker.ask(job)
+
+
+def connect(name: str, account: str, environ: dict[str, str]) -> Provider:
+    """The provider of exactly that account; another one must not be asked about its sandboxes."""
+    provider = registry.provider_class(name).connect(environ)
+    if provider.account != account:
+        raise LowtideError(
+            f"the credentials at hand are for another {name} account than the lease's; set them and run: lowtide sweep",
+            provider=name,
+        )
+    return provider
+
+
+class _Worker:
+    """One worker process and the jobs it has."""
+
+    def __init__(self, path: Path, lease: Lease, environ: dict[str, str]) -> None:
+        self._arguments = (str(path), lease.provider, lease.account)
+        self._environ = environ
+        self._process: asyncio.subprocess.Process | None = None
+        self._starting = asyncio.Lock()
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._count = 0
+        self._reading: asyncio.Task[None] | None = None
+        self.ended = False
+
+    async def ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        process = await self._start()
+        if process.stdin is None:
+            raise LowtideError("the worker has no input")
+        self._count += 1
+        number = self._count
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        process.stdin.write(json.dumps({**job, "number": number}).encode() + b"\n")
+        return await answer
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        async with self._starting:
+            if self._process is None:
+                program = (
+                    "import sys; sys.path.insert(0, sys.argv[1])\n"
+                    "from lowtide.lifecycle.workers import main\n"
+                    "main(*sys.argv[2:])\n"
+                )
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-c",
+                    program,
+                    _PACKAGE,
+                    *self._arguments,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.DEVNULL,
+                    env=self._environ,
+                    limit=1 << 20,
+                )
+                self._reading = asyncio.ensure_future(self._read(self._process))
+            return self._process
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        while process.stdout is not None and (line := await process.stdout.readline()):
+            answer = json.loads(line)
+            waiting = self._waiting.pop(answer["number"], None)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(answer)
+        self.ended = True
+        await process.wait()
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(LowtideError("the worker ended before it answered", retryable=True))
+
+    async def aclose(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            await self._process.wait()
+
+
+def main(path: str, name: str, account: str) -> None:
+    """The worker process."""
+    asyncio.run(_work(Path(path), name, account))
+
+
+async def _work(path: Path, name: str, account: str) -> None:
+    ledger = SqliteLedger(path / "ledger.db")
+    try:
+        provider: Provider | None = connect(name, account, dict(os.environ))
+        refusal = ""
+    except LowtideError as error:
+        provider, refusal = None, str(error)
+    reader = asyncio.StreamReader(limit=1 << 20)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer
+    )
+    room = asyncio.Semaphore(100)
+    jobs: set[asyncio.Task[None]] = set()
+
+    async def serve(job: dict[str, Any]) -> None:
+        async with room:
+            answer = await _do(ledger, provider, refusal, job)
+        sys.stdout.buffer.write(json.dumps({**answer, "number": job["number"]}).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+    while True:
+        try:
+            line = await asyncio.wait_for(reader.readline(), IDLE_SECONDS)
+        except TimeoutError:
+            if jobs:
+                continue
+            break
+        if not line:
+            break
+        task = asyncio.ensure_future(serve(json.loads(line)))
+        jobs.add(task)
+        task.add_done_callback(jobs.discard)
+    if jobs:
+        await asyncio.wait(jobs)
+    if provider is not None:
+        await provider.aclose()
+
+
+async def _do(
+    ledger: SqliteLedger, provider: Provider | None, refusal: str, job: dict[str, Any]
+) -> dict[str, Any]:
+    lease = await ledger.get(job.get("end") or job["renew"])
+    if lease is None:
+        return {"outcome": Outcome.ALREADY_GONE, "why": "not in the ledger"}
+    if provider is None:
+        await ledger.note(lease.lease_id, f"cannot be ended from here: {refusal}")
+        return {"outcome": Outcome.FAILED, "why": refusal, "error": refusal}
+    if "renew" in job:
+        try:
+            until = await extend(provider, lease.sandbox_id or "", renewal_seconds(lease))
+        except LowtideError as error:
+            return {"error": str(error)}
+        await ledger.note(lease.lease_id, "", expires_at=until)
+        return {}
+    report = await end_lease(
+        ledger,
+        provider,
+        lease,
+        owner=lease.owner,
+        decision=Decision(Fate(job["fate"]), job["why"]),
+        deadline_seconds=120.0,
+    )
+    return {"outcome": report.outcome, "why": report.why}

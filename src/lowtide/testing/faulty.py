@@ -1,0 +1,464 @@
+"""A provider that misbehaves on demand, so that clean-up can be tested where it matters: on the bad day.
+
+It keeps its sandboxes as files in a directory, so that any number of processes see the same "service",
+also after one of them was killed. Faults are set from outside, in the same directory::
+
+    with FaultyService(tmp_path) as service:                 # sets LOWTIDE_FAULTY_DIR
+        service.fault("create", lose_answer=True)            # committed, then the connection drops
+        with pytest.raises(SandboxUnavailableError):
+            Sandbox.run(provider="faulty")
+        service.wait_until_empty(seconds=10)                 # lowtide found it again and destroyed it
+
+Commands run on this machine without any isolation: use it for tests of clean-up only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from lowtide.errors import (
+    RateLimitError,
+    SandboxFailedError,
+    SandboxFileNotFoundError,
+    SandboxGone,
+    SandboxNotFoundError,
+    SandboxUnavailableError,
+    ValidationError,
+)
+from lowtide.providers.base import (
+    STDERR,
+    STDOUT,
+    Capability,
+    ProcessHandle,
+    ProcessSpec,
+    Recovery,
+    SandboxInfo,
+    SandboxSpec,
+    SandboxState,
+    TerminalSize,
+    Traits,
+)
+
+FAULTS = {
+    "create": "lose_answer hold_seconds commit_after_seconds refuse rate_limit fail die",
+    "destroy": "fail hold_seconds rate_limit stuck die",
+    "list": "lag_seconds fail hold_seconds",
+    "get": "fail hold_seconds",
+    "find": "fail blind",
+    "renew": "fail",
+}
+"""What each call can be made to do; `FaultyService.fault` has the meanings."""
+
+
+class FaultyService:
+    """The service behind `FaultyProvider`, seen from a test: what exists, and what goes wrong next."""
+
+    def __init__(self, directory: Path | str) -> None:
+        self.directory = Path(directory)
+        (self.directory / "sandboxes").mkdir(parents=True, exist_ok=True)
+        (self.directory / "faults").mkdir(exist_ok=True)
+        self._before: str | None = None
+
+    def __enter__(self) -> Self:
+        self._before = os.environ.get("LOWTIDE_FAULTY_DIR")
+        os.environ["LOWTIDE_FAULTY_DIR"] = str(self.directory)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is None:
+            os.environ.pop("LOWTIDE_FAULTY_DIR", None)
+        else:
+            os.environ["LOWTIDE_FAULTY_DIR"] = self._before
+
+    def fault(self, call: str, *, times: int = 1, **what: Any) -> None:
+        """Make the next `times` calls of `call` go wrong.
+
+        create: ``lose_answer`` (committed, then the connection drops), ``hold_seconds`` (answers late),
+        ``commit_after_seconds`` (drops the connection now, commits later), ``refuse`` (says no),
+        ``fail`` (error state), ``rate_limit`` (429, retry after that many seconds), ``die``
+        (kill -9 of the calling process: "before", "committed").
+        destroy: ``fail``, ``hold_seconds``, ``rate_limit``, ``stuck`` (accepted, but it stays), ``die``.
+        list: ``lag_seconds`` (what is younger is not shown). get, find, renew: ``fail``; find: ``blind``.
+        """
+        allowed = FAULTS.get(call, "").split()
+        if not what or any(key not in allowed for key in what):
+            raise ValueError(f"{call} can be made to: {', '.join(allowed)}")
+        path = self.directory / "faults" / f"{call}.json"
+        with _locked(self.directory):
+            queue = json.loads(path.read_text()) if path.exists() else []
+            path.write_text(json.dumps(queue + [what] * times))
+
+    def clear(self) -> None:
+        """No more faults."""
+        with _locked(self.directory):
+            for path in (self.directory / "faults").glob("*.json"):
+                path.unlink()
+
+    def move_clock(self, seconds: float) -> None:
+        """Let that much time pass for the service: lifetimes run out, lists catch up."""
+        path = self.directory / "clock"
+        with _locked(self.directory):
+            path.write_text(str(_offset(self.directory) + seconds))
+
+    def sandboxes(self) -> list[str]:
+        """The ids of everything that exists and has not run out."""
+        with _locked(self.directory):
+            return sorted(record["id"] for record in _records(self.directory))
+
+    def make_foreign(self, name: str, labels: Mapping[str, str] | None = None) -> str:
+        """A sandbox that somebody else made on the same account."""
+        _write(self.directory, {"id": name, "labels": dict(labels or {}), "created": _now(self.directory)})
+        return name
+
+    def wait_until_empty(
+        self, seconds: float = 10.0, *, but: frozenset[str] | set[str] = frozenset()
+    ) -> float:
+        """Wait until nothing exists but these; how long it took. TimeoutError names what is left."""
+        started = time.monotonic()
+        while left := set(self.sandboxes()) - but:
+            if time.monotonic() - started > seconds:
+                raise TimeoutError(f"still there after {seconds:g} s: {sorted(left)}")
+            time.sleep(0.02)
+        return time.monotonic() - started
+
+
+class FaultyProvider:
+    """The provider ``faulty``. Everything about it is real but the sandbox."""
+
+    name: ClassVar[str] = "faulty"
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(
+        {Capability.STDIN, Capability.SIGNALS, Capability.LIFETIME, Capability.RENEW}
+        | {Capability.NETWORK_FULL, Capability.COMMAND, Capability.IMAGE}
+    )
+    traits: ClassVar[Traits] = Traits(recovery=Recovery.BY_LABEL, create_window_seconds=2.0, light=True)
+    options_type: ClassVar[type | None] = None
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        (directory / "sandboxes").mkdir(parents=True, exist_ok=True)
+        (directory / "faults").mkdir(exist_ok=True)
+
+    @classmethod
+    def connect(cls, environ: Mapping[str, str], options: Mapping[str, Any] | None = None) -> Self:
+        directory = (options or {}).get("directory") or environ.get("LOWTIDE_FAULTY_DIR")
+        if not directory:
+            raise ValidationError(
+                "the faulty provider needs LOWTIDE_FAULTY_DIR; use lowtide.testing.FaultyService",
+                argument="provider",
+                provider=cls.name,
+            )
+        return cls(Path(directory))
+
+    @property
+    def account(self) -> str:
+        return f"faulty:{self._directory}"
+
+    def credentials(self) -> dict[str, str]:
+        return {"LOWTIDE_FAULTY_DIR": str(self._directory)}
+
+    async def create(self, spec: SandboxSpec) -> SandboxInfo:
+        fault = self._next_fault("create")
+        if "refuse" in fault:
+            raise ValidationError("refused on demand", provider=self.name)
+        if "rate_limit" in fault:
+            raise RateLimitError(
+                "slow down", provider=self.name, retry_after_seconds=float(fault["rate_limit"])
+            )
+        _die_if(fault, "before")
+        if "commit_after_seconds" in fault:
+            self._commit(spec, visible_from=_now(self._directory) + float(fault["commit_after_seconds"]))
+            raise SandboxUnavailableError("the connection dropped", provider=self.name)
+        info = self._commit(spec)
+        _die_if(fault, "committed")
+        if "hold_seconds" in fault:
+            await asyncio.sleep(float(fault["hold_seconds"]))
+        if "lose_answer" in fault:
+            raise SandboxUnavailableError("the connection dropped", provider=self.name)
+        if "fail" in fault:
+            raise SandboxFailedError(
+                "it went into the error state", provider=self.name, sandbox_id=info.sandbox_id
+            )
+        return info
+
+    async def find(self, spec: SandboxSpec) -> SandboxInfo | None:
+        fault = self._next_fault("find")
+        if "fail" in fault:
+            raise SandboxUnavailableError("find failed on demand", provider=self.name)
+        if "blind" in fault:
+            return None
+        record = self._read(spec.lease_id)
+        return _info(record) if record else None
+
+    async def get(self, sandbox_id: str) -> SandboxInfo:
+        await self._maybe("get")
+        record = self._read(sandbox_id)
+        if record is None:
+            raise SandboxNotFoundError(f"no sandbox {sandbox_id}", provider=self.name, sandbox_id=sandbox_id)
+        return _info(record)
+
+    async def wait_ready(self, sandbox_id: str) -> SandboxInfo:
+        try:
+            return await self.get(sandbox_id)
+        except SandboxNotFoundError as error:
+            raise SandboxGone(str(error), provider=self.name, sandbox_id=sandbox_id) from error
+
+    async def list(self, labels: Mapping[str, str]) -> AsyncIterator[SandboxInfo]:
+        fault = await self._maybe("list")
+        newest = _now(self._directory) - float(fault.get("lag_seconds", 0.0))
+        with _locked(self._directory):
+            records = _records(self._directory)
+        for record in records:
+            if labels.items() <= record["labels"].items() and record["created"] <= newest:
+                yield _info(record)
+
+    async def destroy(self, sandbox_id: str, *, grace_seconds: float = 0.0) -> bool:
+        fault = self._next_fault("destroy")
+        _die_if(fault, "before")
+        if "hold_seconds" in fault:
+            await asyncio.sleep(float(fault["hold_seconds"]))
+        if "rate_limit" in fault:
+            raise RateLimitError(
+                "slow down", provider=self.name, retry_after_seconds=float(fault["rate_limit"])
+            )
+        if "fail" in fault or "stuck" in fault:
+            raise SandboxUnavailableError(
+                "accepted, but it stays" if "stuck" in fault else "destroy failed on demand",
+                provider=self.name,
+                sandbox_id=sandbox_id,
+            )
+        record = self._read(sandbox_id)
+        with contextlib.suppress(FileNotFoundError):
+            _path(self._directory, sandbox_id).unlink()
+        _die_if(fault, "committed")
+        return record is not None
+
+    async def renew(self, sandbox_id: str, lifetime_seconds: float) -> datetime | None:
+        await self._maybe("renew")
+        record = self._read(sandbox_id)
+        if record is None:
+            raise SandboxNotFoundError(f"no sandbox {sandbox_id}", provider=self.name, sandbox_id=sandbox_id)
+        until = _now(self._directory) + lifetime_seconds
+        with _locked(self._directory):
+            _write(self._directory, {**record, "expires": until})
+        return datetime.fromtimestamp(until, UTC)
+
+    async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> ProcessHandle:
+        if self._read(sandbox_id) is None:
+            raise SandboxGone(f"sandbox {sandbox_id} is gone", provider=self.name, sandbox_id=sandbox_id)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *spec.argv,
+                cwd=spec.cwd,
+                env={**os.environ, **spec.environment},
+                stdin=asyncio.subprocess.PIPE if spec.stdin else asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,
+            )
+        except (FileNotFoundError, PermissionError) as error:
+            code = "127" if isinstance(error, FileNotFoundError) else "126"
+            return await self.start_process(
+                sandbox_id,
+                ProcessSpec(
+                    argv=(
+                        "/bin/sh",
+                        "-c",
+                        'echo "$1: $2" >&2; exit $3',
+                        "sh",
+                        spec.argv[0],
+                        str(error.strerror),
+                        code,
+                    )
+                ),
+            )
+        return _Process(process)
+
+    async def read_file(self, sandbox_id: str, path: str) -> AsyncIterator[bytes]:
+        record = self._read(sandbox_id) or {}
+        if path not in record.get("files", {}):
+            raise SandboxFileNotFoundError(f"no file {path}", path=path, sandbox_id=sandbox_id)
+        yield bytes.fromhex(record["files"][path])
+
+    async def write_file(
+        self,
+        sandbox_id: str,
+        path: str,
+        chunks: AsyncIterable[bytes],
+        *,
+        size: int | None = None,
+        mode: int | None = None,
+    ) -> int:
+        data = b"".join([chunk async for chunk in chunks])
+        record = self._read(sandbox_id)
+        if record is None:
+            raise SandboxGone(f"sandbox {sandbox_id} is gone", provider=self.name, sandbox_id=sandbox_id)
+        with _locked(self._directory):
+            _write(self._directory, {**record, "files": {**record.get("files", {}), path: data.hex()}})
+        return len(data)
+
+    async def aclose(self) -> None:
+        return None
+
+    # The service.
+
+    def _commit(self, spec: SandboxSpec, *, visible_from: float | None = None) -> SandboxInfo:
+        now = _now(self._directory)
+        record = {"id": spec.lease_id, "labels": spec.labels.as_dict(), "created": visible_from or now}
+        if spec.lifetime_seconds is not None:
+            record["expires"] = now + spec.lifetime_seconds
+        with _locked(self._directory):
+            _write(self._directory, record)
+        return _info(record)
+
+    def _read(self, sandbox_id: str) -> dict[str, Any] | None:
+        with _locked(self._directory):
+            return next((r for r in _records(self._directory) if r["id"] == sandbox_id), None)
+
+    async def _maybe(self, call: str) -> dict[str, Any]:
+        fault = self._next_fault(call)
+        if "hold_seconds" in fault:
+            await asyncio.sleep(float(fault["hold_seconds"]))
+        if "fail" in fault:
+            raise SandboxUnavailableError(f"{call} failed on demand", provider=self.name)
+        return fault
+
+    def _next_fault(self, call: str) -> dict[str, Any]:
+        path = self._directory / "faults" / f"{call}.json"
+        if not path.exists():
+            return {}
+        with _locked(self._directory):
+            queue = json.loads(path.read_text()) if path.exists() else []
+            if not queue:
+                return {}
+            path.write_text(json.dumps(queue[1:]))
+            return dict(queue[0])
+
+
+class _Process:
+    """A command on this machine, in a session of its own."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def output(self) -> AsyncIterator[tuple[int, bytes]]:
+        queue: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
+
+        async def pump(number: int, stream: asyncio.StreamReader) -> None:
+            while data := await stream.read(65536):
+                await queue.put((number, data))
+            await queue.put((number, b""))
+
+        if self._process.stdout is None or self._process.stderr is None:
+            return
+        pumps = [
+            asyncio.ensure_future(pump(STDOUT, self._process.stdout)),
+            asyncio.ensure_future(pump(STDERR, self._process.stderr)),
+        ]
+        ended = 0
+        while ended < len(pumps):
+            number, data = await queue.get()
+            if data:
+                yield number, data
+            else:
+                ended += 1
+
+    async def wait(self) -> int:
+        code = await self._process.wait()
+        return 128 - code if code < 0 else code
+
+    async def write_stdin(self, data: bytes) -> None:
+        if self._process.stdin is None or self._process.returncode is not None:
+            raise BrokenPipeError
+        self._process.stdin.write(data)
+        await self._process.stdin.drain()
+
+    async def close_stdin(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    async def resize(self, size: TerminalSize) -> None:
+        return None
+
+    async def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    async def terminate(self, grace_seconds: float) -> None:
+        await self.signal(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), grace_seconds)
+        await self.signal(signal.SIGKILL)
+        await self._process.wait()
+
+    async def aclose(self) -> None:
+        return None
+
+
+def _die_if(fault: Mapping[str, Any], instant: str) -> None:
+    if fault.get("die") == instant:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _info(record: Mapping[str, Any]) -> SandboxInfo:
+    expires = record.get("expires")
+    return SandboxInfo(
+        sandbox_id=record["id"],
+        state=SandboxState.RUNNING,
+        labels=record["labels"],
+        created_at=datetime.fromtimestamp(record["created"], UTC),
+        expires_at=datetime.fromtimestamp(expires, UTC) if expires else None,
+    )
+
+
+def _path(directory: Path, sandbox_id: str) -> Path:
+    return directory / "sandboxes" / sandbox_id.replace("/", "_")
+
+
+def _write(directory: Path, record: Mapping[str, Any]) -> None:
+    path = _path(directory, record["id"])
+    temporary = directory / f".{os.getpid()}.{record['id'][:40]}"
+    temporary.write_text(json.dumps(record))
+    temporary.replace(path)
+
+
+def _records(directory: Path) -> list[dict[str, Any]]:
+    """What exists now: committed by now, and not run out."""
+    now = _now(directory)
+    found = []
+    for path in sorted((directory / "sandboxes").iterdir()):
+        record = json.loads(path.read_text())
+        if record.get("expires") is not None and record["expires"] < now:
+            path.unlink()
+        elif record["created"] <= now:
+            found.append(record)
+    return found
+
+
+def _offset(directory: Path) -> float:
+    path = directory / "clock"
+    return float(path.read_text()) if path.exists() else 0.0
+
+
+def _now(directory: Path) -> float:
+    return time.time() + _offset(directory)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    # A lock the kernel drops when its holder is killed.
+    fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
