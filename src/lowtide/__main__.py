@@ -1,0 +1,5 @@
+"""`python -m lowtide`: the command line, also where its script is not on the PATH."""
+
+from lowtide.cli import main
+
+main()

@@ -1,0 +1,69 @@
+"""From what a person types to the sandbox that is meant."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from lowtide.engine import engine
+from lowtide.errors import SandboxNotFoundError
+
+if TYPE_CHECKING:
+    from lowtide.lifecycle.lease import Lease
+    from lowtide.providers.base import Provider
+    from lowtide.sandbox import Sandbox
+
+_SHORTEST = 4
+
+
+async def lease_named(text: str, provider: str | None = None, *, ended_too: bool = False) -> Lease | None:
+    """The lease with that sandbox id or lease id, or the one whose id starts or ends so."""
+    from lowtide.lifecycle.lease import LeaseState
+    from lowtide.lifecycle.protocol import lifecycle
+
+    states = [state for state in LeaseState if ended_too or state is not LeaseState.GONE]
+    leases = await lifecycle().leases(states=states, provider=provider)
+    exact = [lease for lease in leases if text in (lease.sandbox_id, lease.lease_id)]
+    if exact:
+        return exact[-1]
+    if len(text) < _SHORTEST:
+        return None
+    near = [
+        lease
+        for lease in leases
+        if any(_fits(text, one) for one in (lease.sandbox_id, lease.lease_id) if one)
+    ]
+    if len(near) > 1:
+        names = ", ".join(str(lease.sandbox_id or lease.lease_id) for lease in near[:3])
+        raise click.UsageError(
+            f"{text} could be {len(near)} sandboxes ({names} …): say more of the id; `lowtide ls` lists them"
+        )
+    return near[0] if near else None
+
+
+def find_sandbox(text: str, provider: str | None = None) -> Sandbox:
+    """The sandbox, also one that another process or machine made. SandboxNotFoundError."""
+    from lowtide.sandbox import Sandbox
+
+    lease = engine().run(lease_named(text, provider))
+    if lease is None:
+        return Sandbox.from_id(text, provider=provider).result()
+    if lease.sandbox_id is None:
+        raise SandboxNotFoundError(
+            f"{text} is still being created; try again in a moment", provider=lease.provider
+        )
+    return Sandbox.from_id(lease.sandbox_id, provider=lease.provider).result()
+
+
+def connected(sandbox: Sandbox) -> tuple[Provider, str]:
+    """The provider behind a started sandbox, ready for commands, and the id there."""
+    from lowtide.providers import registry
+
+    sandbox.wait()
+    return registry.provider(sandbox.provider), str(sandbox.sandbox_id)
+
+
+def _fits(text: str, one: str) -> bool:
+    # Ids begin with the time they were made, so that the end of one is what tells it from its siblings.
+    return one.startswith(text) or one.endswith(text)

@@ -1,0 +1,114 @@
+"""The table of commands, and the one place where a failure becomes a line and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import NoReturn
+
+import click
+
+from lowtide._version import __version__
+from lowtide.cli import exit_codes
+
+# Each command is a file in `commands` that is imported when it is called. The one-line help is repeated
+# here so that `lowtide --help` imports none of them; a test compares the two.
+COMMANDS = {
+    "demo": "A tour: sandboxes, streams, a snapshot, a kill -9, and nothing left.",
+    "run": "Run a command in a new sandbox and return its exit code.",
+    "exec": "Run a command in a sandbox that exists.",
+    "shell": "Open a terminal in a sandbox, new or existing.",
+    "ls": "List sandboxes: state, owner, age, expiry.",
+    "stop": "End sandboxes gracefully; a kept one stays kept.",
+    "rm": "Delete sandboxes, kept or not.",
+    "cp": "Copy files or directories into or out of a sandbox.",
+    "image": "Import, pull, list and remove images of the local provider.",
+    "emulate": "Serve providers' own protocols on this machine (e2b, daytona).",
+    "sweep": "Find orphans and end those that may be ended.",
+    "adopt": "Keep a sandbox alive beyond its owner, until a time.",
+    "history": "What happened to a sandbox, step by step.",
+    "guardian": "The process that ends what crashed owners left.",
+    "doctor": "What this machine can and cannot do, with the fix for each.",
+    "providers": "List the providers and what each can do.",
+    "config": "Every setting, its value, and where the value came from.",
+}
+
+
+class LazyGroup(click.Group):
+    """Imports a command's module when the command is called, not before."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"lowtide.cli.commands.{cmd_name}")
+        command: click.Command = module.command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            import difflib
+
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            meant = f"did you mean `lowtide {near[0]}`?" if near else "`lowtide --help` lists them"
+            raise click.UsageError(f"there is no command {args[0]!r}; {meant}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(
+    cls=LazyGroup,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog="LOWTIDE_HOME is where state lives, LOWTIDE_PROVIDER the default provider. Exit codes: docs/cli.md.",
+)
+@click.option(
+    "--debug", is_flag=True, envvar="LOWTIDE_DEBUG", help="Show the traceback of a failure and the log."
+)
+@click.version_option(__version__, prog_name="lowtide", message="%(prog)s %(version)s")
+@click.pass_context
+def app(ctx: click.Context, debug: bool) -> None:
+    """Sandboxes for untrusted code on any provider, with nothing left behind."""
+    if debug:
+        import logging
+
+        logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(name)s %(message)s")
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+def run() -> NoReturn:
+    """Run the command line and leave with its exit code."""
+    debug = "--debug" in sys.argv[1:2] or bool(os.environ.get("LOWTIDE_DEBUG"))
+    try:
+        code = app.main(prog_name="lowtide", standalone_mode=False)
+        sys.stdout.flush()
+    except click.exceptions.Exit as done:
+        code = done.exit_code
+    except BrokenPipeError:
+        code = _reader_left()
+    except BaseException as error:
+        if debug and isinstance(error, Exception) and not isinstance(error, click.ClickException):
+            import traceback
+
+            traceback.print_exc()
+        from lowtide.cli.failures import explain
+
+        line, code = explain(error)
+        if line:
+            print(f"lowtide: {line}", file=sys.stderr)
+    sys.exit(code if isinstance(code, int) else exit_codes.OK)
+
+
+def _reader_left() -> int:
+    # Otherwise the interpreter tries to flush once more at exit and complains.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return exit_codes.BROKEN_PIPE

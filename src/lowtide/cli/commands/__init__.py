@@ -1,0 +1,1 @@
+"""One command per file; `lowtide.cli.app` has the table."""

@@ -1,0 +1,43 @@
+"""`lowtide cp`: files and directories into and out of a sandbox."""
+
+from __future__ import annotations
+
+import click
+
+from lowtide.cli.parameters import provider_option
+
+
+@click.command("cp", short_help="Copy files or directories into or out of a sandbox.")
+@provider_option
+@click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
+@click.argument("source", metavar="FROM")
+@click.argument("target", metavar="TO")
+def command(*, provider: str | None, quiet: bool, source: str, target: str) -> None:
+    """Copy FROM to TO; one of them is ID:/path in a sandbox.
+
+    As with the shell's cp, a TO that is a directory, or ends in /, takes the name of FROM. A file appears whole
+    or not at all. A local name with a colon in it: ./name:with-colon.
+
+    \b
+    Examples: lowtide cp data.csv 01k9…:/root/data.csv
+              lowtide cp 01k9…:/root/results ./results
+    """
+    from lowtide.cli.copying import copy_in, copy_out
+
+    from_sandbox, to_sandbox = _in_sandbox(source), _in_sandbox(target)
+    if (from_sandbox is None) == (to_sandbox is None):
+        raise click.UsageError(
+            "exactly one of FROM and TO is ID:/path in a sandbox", click.get_current_context()
+        )
+    if to_sandbox is not None:
+        copy_in(source, *to_sandbox, provider=provider, quiet=quiet)
+    elif from_sandbox is not None:
+        copy_out(*from_sandbox, target, provider=provider, quiet=quiet)
+
+
+def _in_sandbox(text: str) -> tuple[str, str] | None:
+    """(sandbox, path) of `ID:path`; None for a local name."""
+    before, colon, path = text.partition(":")
+    if not colon or not before or "/" in before or before.startswith("."):
+        return None
+    return before, path or "."

@@ -1,0 +1,64 @@
+"""`lowtide exec`: a command in a sandbox that exists."""
+
+from __future__ import annotations
+
+import click
+
+from lowtide.cli.parameters import COMMAND_SETTINGS, DURATION, provider_option, variables
+
+
+@click.command(
+    "exec", short_help="Run a command in a sandbox that exists.", context_settings=COMMAND_SETTINGS
+)
+@provider_option
+@click.option(
+    "--env",
+    "-e",
+    "environment",
+    multiple=True,
+    metavar="K=V",
+    help="An environment variable; K alone passes yours on.",
+)
+@click.option("--workdir", "-w", metavar="DIR", help="The working directory (absolute).")
+@click.option("--user", "-u", metavar="U", help="Run as this user of the sandbox.")
+@click.option(
+    "--timeout",
+    type=DURATION,
+    metavar="TIME",
+    help="End the command after this long: 90s, 15m. Exit code 124.",
+)
+@click.option("--stdin", "-i", is_flag=True, help="Pass our standard input on.")
+@click.option("--tty", "-t", is_flag=True, help="Give it a terminal (implies --stdin).")
+@click.argument("sandbox", metavar="ID")
+@click.argument("cmd", nargs=-1, required=True, metavar="-- CMD…")
+def command(
+    *,
+    provider: str | None,
+    environment: tuple[str, ...],
+    workdir: str | None,
+    user: str | None,
+    timeout: float | None,
+    stdin: bool,
+    tty: bool,
+    sandbox: str,
+    cmd: tuple[str, ...],
+) -> int:
+    """Run CMD in the sandbox ID and return its exit code.
+
+    ID is what `lowtide ls` shows, or enough of its beginning or end. Whoever owns the sandbox goes on owning it.
+    """
+    from lowtide.cli.running import run_in_sandbox
+
+    if cmd[:1] == ("--",):
+        cmd = cmd[1:]
+    return run_in_sandbox(
+        sandbox,
+        cmd,
+        provider=provider,
+        stdin=stdin,
+        tty=tty,
+        timeout_seconds=timeout,
+        workdir=workdir,
+        user=user,
+        environment=variables(environment),
+    )

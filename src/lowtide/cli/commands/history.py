@@ -1,0 +1,58 @@
+"""`lowtide history`: what happened to a sandbox, step by step."""
+
+from __future__ import annotations
+
+import click
+
+from lowtide.cli.parameters import json_option
+
+
+@click.command("history", short_help="What happened to a sandbox, step by step.")
+@json_option
+@click.argument("sandbox", metavar="ID")
+def command(*, sandbox: str, as_json: bool) -> None:
+    """Every change in the life of the sandbox ID, also after it is gone."""
+    from lowtide.cli.addressing import lease_named
+    from lowtide.cli.text import print_json, print_table, timestamp
+    from lowtide.engine import engine
+    from lowtide.errors import SandboxNotFoundError
+    from lowtide.lifecycle.protocol import lifecycle
+
+    lease = engine().run(lease_named(sandbox, ended_too=True))
+    if lease is None:
+        raise SandboxNotFoundError(
+            f"the ledger knows no sandbox {sandbox}; `lowtide ls --all` lists what it knows"
+        )
+    lines = engine().run(lifecycle().ledger.history(lease.lease_id))
+    if as_json:
+        print_json(
+            [
+                {
+                    "at": timestamp(line.at),
+                    "before": line.before,
+                    "after": line.after,
+                    "pid": line.pid,
+                    "why": line.why,
+                }
+                for line in lines
+            ]
+        )
+        return
+    print(
+        f"{lease.sandbox_id or lease.lease_id} ({lease.provider}), owner {lease.owner.pid} on {lease.owner.host}"
+    )
+    begin = lines[0].at if lines else 0.0
+    print_table(
+        ["time", "since start", "state", "by", "why"],
+        [
+            [
+                timestamp(line.at) or "",
+                f"+{line.at - begin:.3f} s",
+                str(line.after),
+                str(line.pid),
+                line.why or "-",
+            ]
+            for line in lines
+        ],
+        empty="no history",
+    )

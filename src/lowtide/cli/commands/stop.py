@@ -1,0 +1,36 @@
+"""`lowtide stop`: end sandboxes gracefully."""
+
+from __future__ import annotations
+
+import click
+
+from lowtide.cli.parameters import DURATION, json_option, provider_option
+
+
+@click.command("stop", short_help="End sandboxes gracefully; a kept one stays kept.")
+@provider_option
+@click.option(
+    "--grace",
+    type=DURATION,
+    default=10.0,
+    metavar="TIME",
+    help="How long its processes may take to end (default: 10s).",
+)
+@click.option("--snapshot", is_flag=True, help="Take a snapshot first and print its id.")
+@json_option
+@click.argument("sandboxes", nargs=-1, required=True, metavar="ID…")
+def command(
+    *, provider: str | None, grace: float, snapshot: bool, as_json: bool, sandboxes: tuple[str, ...]
+) -> int:
+    """End the sandboxes ID… gracefully, in parallel.
+
+    The keep policy holds: a sandbox made with `keep=always` is kept, not ended; `lowtide rm` deletes it.
+    """
+    from lowtide.cli.ending import report_all, stop_one
+    from lowtide.operation import Operation
+
+    started = [
+        (text, Operation.start(stop_one(text, provider, grace_seconds=grace, snapshot=snapshot)))
+        for text in sandboxes
+    ]
+    return report_all(started, as_json=as_json)
