@@ -14,11 +14,15 @@ if TYPE_CHECKING:
         ConcurrencyConformance,
         Conformance,
         ExecConformance,
+        FeaturesConformance,
         FilesConformance,
         IsolationConformance,
         LifecycleConformance,
         ProviderUnderTest,
+        SessionConformance,
+        StreamsConformance,
         TreesConformance,
+        ValidationConformance,
     )
     from lowtide.testing.leaks import Leak, Watch
 
@@ -27,12 +31,16 @@ _MODULES = {
     "ConcurrencyConformance": "lowtide.testing.conformance",
     "Conformance": "lowtide.testing.conformance",
     "ExecConformance": "lowtide.testing.conformance",
+    "FeaturesConformance": "lowtide.testing.conformance",
     "FilesConformance": "lowtide.testing.conformance",
     "IsolationConformance": "lowtide.testing.conformance",
     "Leak": "lowtide.testing.leaks",
     "LifecycleConformance": "lowtide.testing.conformance",
     "ProviderUnderTest": "lowtide.testing.conformance",
+    "SessionConformance": "lowtide.testing.conformance",
+    "StreamsConformance": "lowtide.testing.conformance",
     "TreesConformance": "lowtide.testing.conformance",
+    "ValidationConformance": "lowtide.testing.conformance",
     "Watch": "lowtide.testing.leaks",
 }
 
@@ -41,12 +49,16 @@ __all__ = [
     "ConcurrencyConformance",
     "Conformance",
     "ExecConformance",
+    "FeaturesConformance",
     "FilesConformance",
     "IsolationConformance",
     "Leak",
     "LifecycleConformance",
     "ProviderUnderTest",
+    "SessionConformance",
+    "StreamsConformance",
     "TreesConformance",
+    "ValidationConformance",
     "Watch",
 ]
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+_LEASE_ID = re.compile("[0-9a-hjkmnp-tv-z]{26}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +62,7 @@ class Watch:
             time.sleep(0.2)
 
     def _mine(self, text: str) -> bool:
-        return self.directory.name in text or any(lease in text for lease in self._leases)
+        return self.directory.name in text or any(name in self._leases for name in _LEASE_ID.findall(text))
 
     def _processes(self, besides: Collection[int]) -> Iterator[Leak]:
         spared = {os.getpid(), *besides}
@@ -104,7 +107,7 @@ class Watch:
 def _lease_ids(ledger: Path) -> set[str]:
     try:
         with contextlib.closing(sqlite3.connect(f"file:{ledger}?mode=ro", uri=True, timeout=5.0)) as database:
-            return {str(row[0]) for row in database.execute("SELECT lease_id FROM leases")}
+            return {str(row[0]) for row in database.execute("SELECT lease_id FROM lease")}
     except sqlite3.Error:
         return set()
 

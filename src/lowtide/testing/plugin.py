@@ -24,6 +24,9 @@ import pytest
 if TYPE_CHECKING:
     from lowtide import Sandbox, Session
 
+# The suite's assertions explain themselves in somebody else's test run as they do here.
+pytest.register_assert_rewrite("lowtide.testing.conformance")
+
 _failure = pytest.StashKey[BaseException]()
 _starts = pytest.StashKey[list[tuple[float, str]]]()
 _leaks = pytest.StashKey[list[str]]()
@@ -46,6 +49,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "sandbox(**keywords): create keywords of the `sandbox` fixture")
+    config.addinivalue_line(
+        "markers", "lowtide_requires(*capabilities): skipped on a provider that does not declare them"
+    )
     config.stash[_starts] = []
     config.stash[_leaks] = []
     if config.getini("lowtide_leaks") not in ("error", "warn", "off"):

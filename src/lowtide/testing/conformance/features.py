@@ -1,0 +1,159 @@
+"""Conformance of what a provider may declare: snapshots, ports, pause, limits, a lifetime, a main command."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Callable
+
+import pytest
+
+from lowtide import Sandbox
+from lowtide.engine import engine
+from lowtide.errors import SandboxError
+from lowtide.providers.base import Capability, Provider, SandboxState, Snapshots
+from lowtide.testing.conformance.base import (
+    ANSWER_SECONDS,
+    Conformance,
+    ProviderUnderTest,
+    eventually,
+    requires,
+    sh,
+)
+from lowtide.testing.conformance.lifecycle import is_gone
+
+
+class FeaturesConformance(Conformance):
+    @requires(Capability.COMMAND)
+    def test_a_main_command_runs_in_the_working_dir_with_the_environment(
+        self, make_sandbox: Callable[..., Sandbox]
+    ) -> None:
+        box = make_sandbox(
+            "sh",
+            "-c",
+            'pwd > made; printf %s "$WORD" >> made; sleep 1000',
+            working_dir="/tmp",
+            environment_variables={"WORD": "x y"},
+        )
+        eventually(
+            lambda: sh(box, "cat /tmp/made 2>/dev/null || true") == "/tmp\nx y",
+            what="what the main command writes",
+        )
+
+    @requires(Capability.COMMAND)
+    def test_a_main_command_that_ends_completes_the_sandbox(
+        self, make_sandbox: Callable[..., Sandbox]
+    ) -> None:
+        box = make_sandbox("sh", "-c", "exit 0")
+        box.wait_until_complete().result(ANSWER_SECONDS)
+        assert box.get_status() is SandboxState.COMPLETED
+        assert box.returncode == 0
+
+    @requires(Capability.LIFETIME)
+    def test_a_lifetime_ends_it_without_being_asked(
+        self, make_sandbox: Callable[..., Sandbox], provider_under_test: ProviderUnderTest, provider: Provider
+    ) -> None:
+        box = make_sandbox(max_lifetime_seconds=provider_under_test.max_lifetime_seconds)
+        assert sh(box, "echo alive") == "alive\n"
+        eventually(lambda: is_gone(provider, box.sandbox_id), seconds=90, what="the end by lifetime")
+        with pytest.raises(SandboxError):
+            box.exec(["true"]).result(ANSWER_SECONDS)
+
+    @requires(Capability.SNAPSHOT)
+    def test_a_new_sandbox_starts_from_a_snapshot(
+        self, make_sandbox: Callable[..., Sandbox], provider: Provider
+    ) -> None:
+        assert isinstance(provider, Snapshots)
+        first = make_sandbox()
+        first.write_file("/opt/kept", b"one").result(ANSWER_SECONDS)
+        sh(first, "mkdir -p /srv/d && ln -s /opt/kept /srv/d/link && rm -rf /var/tmp")
+        snapshot_id = first.snapshot().result(ANSWER_SECONDS)
+        try:
+            first.write_file("/opt/kept", b"changed after").result(ANSWER_SECONDS)
+            second = make_sandbox(snapshot=snapshot_id)
+            assert second.read_file("/srv/d/link").result(ANSWER_SECONDS) == b"one"
+            assert not second.exists("/var/tmp").result(ANSWER_SECONDS)
+            second.write_file("/opt/kept", b"two").result(ANSWER_SECONDS)
+            assert first.read_file("/opt/kept").result(ANSWER_SECONDS) == b"changed after"
+            third = make_sandbox(snapshot=snapshot_id)
+            assert third.read_file("/opt/kept").result(ANSWER_SECONDS) == b"one"
+            for box in (second, third):
+                box.stop().result(ANSWER_SECONDS)
+        finally:
+            assert engine().run(provider.delete_snapshot(snapshot_id), ANSWER_SECONDS)
+        assert snapshot_id not in engine().run(provider.list_snapshots(), ANSWER_SECONDS)
+
+    @requires(Capability.SNAPSHOT)
+    def test_a_snapshot_on_stop(self, make_sandbox: Callable[..., Sandbox], provider: Provider) -> None:
+        assert isinstance(provider, Snapshots)
+        first = make_sandbox()
+        first.write_file("/opt/kept", b"last words").result(ANSWER_SECONDS)
+        report = first.stop(snapshot_on_stop=True).result(ANSWER_SECONDS)
+        assert report.snapshot_id is not None
+        try:
+            assert is_gone(provider, first.sandbox_id)
+            second = make_sandbox(snapshot=report.snapshot_id)
+            assert second.read_file("/opt/kept").result(ANSWER_SECONDS) == b"last words"
+            second.stop().result(ANSWER_SECONDS)
+        finally:
+            engine().run(provider.delete_snapshot(report.snapshot_id), ANSWER_SECONDS)
+
+    @requires(Capability.PAUSE)
+    def test_pause_and_resume_keep_files(self, make_sandbox: Callable[..., Sandbox]) -> None:
+        box = make_sandbox()
+        box.write_file("/tmp/x", b"before").result(ANSWER_SECONDS)
+        box.pause().result(ANSWER_SECONDS)
+        assert box.get_status() is SandboxState.PAUSED
+        box.resume().result(ANSWER_SECONDS)
+        assert box.read_file("/tmp/x").result(ANSWER_SECONDS) == b"before"
+        assert sh(box, "echo on") == "on\n"
+
+    @requires(Capability.PORTS)
+    def test_a_port_is_reached_by_its_url(self, make_sandbox: Callable[..., Sandbox]) -> None:
+        box = make_sandbox(ports=[8000])
+        if box.exec(["sh", "-c", "command -v python3"]).result(ANSWER_SECONDS).returncode != 0:
+            pytest.skip("no Python in this sandbox to serve with")
+        box.write_file("/tmp/www/index.html", b"served" * 50_000).result(ANSWER_SECONDS)
+        server = box.exec(["python3", "-m", "http.server", "8000", "-d", "/tmp/www"])
+        url = box.url(8000)
+        request = urllib.request.Request(url.url + "/index.html", headers=dict(url.headers))
+
+        def served() -> bool:
+            try:
+                with urllib.request.urlopen(request, timeout=10) as answer:
+                    return bool(answer.read() == b"served" * 50_000)
+            except OSError:
+                return False
+
+        eventually(served, what="an answer on the port")
+        server.cancel()
+
+    @requires(Capability.MEMORY_LIMIT)
+    def test_a_memory_limit_holds(self, make_sandbox: Callable[..., Sandbox]) -> None:
+        box = make_sandbox(resources={"limits": {"memory": "128Mi"}})
+        # 400 MB in one shell variable; head and tr keep it to POSIX tools.
+        result = box.exec(["sh", "-c", "x=$(head -c 400000000 /dev/zero | tr '\\0' x); echo ${#x}"]).result(
+            ANSWER_SECONDS
+        )
+        assert "400000000" not in result.stdout
+
+    @requires(Capability.PIDS_LIMIT)
+    def test_a_process_limit_holds(self, make_sandbox: Callable[..., Sandbox]) -> None:
+        box = make_sandbox(resources={"limits": {"pids": 64}})
+        script = "i=0; while [ $i -lt 200 ]; do sleep 5 & i=$((i+1)); done; wait; echo all"
+        result = box.exec(["sh", "-c", script]).result(ANSWER_SECONDS)
+        assert result.returncode != 0 or result.stderr
+        eventually(
+            lambda: box.exec(["true"]).result(ANSWER_SECONDS).returncode == 0, what="room for a command"
+        )
+
+    @requires(Capability.CPU_LIMIT)
+    def test_a_cpu_limit_is_accepted(self, make_sandbox: Callable[..., Sandbox]) -> None:
+        assert sh(make_sandbox(resources={"limits": {"cpu": "500m"}}), "echo ran") == "ran\n"
+
+    @requires(Capability.DISK_LIMIT)
+    def test_a_disk_limit_holds(self, make_sandbox: Callable[..., Sandbox]) -> None:
+        box = make_sandbox(resources={"limits": {"disk": "64Mi"}})
+        result = box.exec(["sh", "-c", "head -c 200000000 /dev/zero > /opt/fill"]).result(ANSWER_SECONDS)
+        assert result.returncode != 0
+        assert box.stat("/opt/fill").result(ANSWER_SECONDS).size < 64 * 1024 * 1024
+        assert sh(box, "rm /opt/fill && echo room > /opt/small && cat /opt/small") == "room\n"

@@ -1,0 +1,66 @@
+"""Conformance of refusals: a wrong argument or a missing capability is said before anything is created."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lowtide import Sandbox
+from lowtide.errors import UnsupportedError, ValidationError
+from lowtide.providers.base import Capability, Provider
+from lowtide.testing.conformance.base import ANSWER_SECONDS, Conformance, ProviderUnderTest, create_keywords
+
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("no_such_keyword", {"no_such_keyword": 1}),
+    ("tags", {"tags": "a-string"}),
+    ("tags", {"tags": ["bad tag"]}),
+    ("tags", {"tags": ["x" * 60]}),
+    ("working_dir", {"working_dir": "relative/path"}),
+    ("environment_variables", {"environment_variables": {"A=B": "x"}}),
+    ("environment_variables", {"environment_variables": {"A": "nul\0"}}),
+    ("resources", {"resources": {"limits": {"memory": "lots"}}}),
+    ("network", {"network": "sometimes"}),
+    ("max_lifetime_seconds", {"max_lifetime_seconds": -1}),
+    ("keep", {"keep": "maybe"}),
+    ("provider", {"provider": "no-such-provider"}),
+]
+
+ASKS: dict[Capability, dict[str, Any]] = {
+    Capability.CPU_LIMIT: {"resources": {"limits": {"cpu": "1"}}},
+    Capability.MEMORY_LIMIT: {"resources": {"limits": {"memory": "256Mi"}}},
+    Capability.PIDS_LIMIT: {"resources": {"limits": {"pids": 64}}},
+    Capability.DISK_LIMIT: {"resources": {"limits": {"disk": "1Gi"}}},
+    Capability.NETWORK_NONE: {"network": "none"},
+    Capability.NETWORK_FULL: {"network": "full"},
+    Capability.NETWORK_ALLOW: {"network": {"allow": ["192.0.2.1"]}},
+    Capability.COMMAND: {"command": "sleep", "args": ["1"]},
+    Capability.SNAPSHOT: {"snapshot": "some-snapshot"},
+    Capability.PORTS: {"ports": [8080]},
+}
+
+
+class ValidationConformance(Conformance):
+    @pytest.mark.parametrize(
+        ("argument", "keywords"), WRONG, ids=[f"{name}-{n}" for n, (name, _) in enumerate(WRONG)]
+    )
+    def test_a_wrong_argument_is_named_before_anything_is_created(
+        self, argument: str, keywords: dict[str, Any], tag: str, provider_under_test: ProviderUnderTest
+    ) -> None:
+        given = create_keywords(provider_under_test, **{"tags": [tag], **keywords})
+        with pytest.raises(ValidationError) as caught:
+            Sandbox.run(**given)
+        assert (caught.value.argument or "").split(".")[0] == argument
+        assert Sandbox.list(tags=[tag], provider=provider_under_test.name).result(ANSWER_SECONDS) == []
+
+    @pytest.mark.parametrize("capability", list(ASKS), ids=str)
+    def test_what_the_provider_cannot_do_is_refused_before_anything_is_created(
+        self, capability: Capability, tag: str, provider_under_test: ProviderUnderTest, provider: Provider
+    ) -> None:
+        if capability in provider.capabilities:
+            pytest.skip(f"{provider.name} declares: {capability}")
+        with pytest.raises(UnsupportedError) as caught:
+            Sandbox.run(**create_keywords(provider_under_test, tags=[tag], **ASKS[capability]))
+        assert caught.value.provider == provider.name
+        assert caught.value.feature
+        assert Sandbox.list(tags=[tag], provider=provider.name).result(ANSWER_SECONDS) == []

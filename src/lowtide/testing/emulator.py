@@ -1,0 +1,40 @@
+"""Emulators as a fixture: ``with lowtide.testing.emulator("e2b") as emulators: …``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lowtide.emulators.handle import Handle
+
+
+@contextmanager
+def emulator(
+    *names: str,
+    plain: bool = False,
+    limit: int | None = None,
+    home: str | os.PathLike[str] | None = None,
+    set_environment: bool = False,
+) -> Iterator[Handle]:
+    """The named emulators, serving, for the length of the block.
+
+    With `set_environment` this process's own environment points at them meanwhile, so that an SDK
+    used in the same process finds them.
+    """
+    from lowtide.emulators.handle import start
+
+    with start(*names, plain=plain, limit=limit, home=home) as handle:
+        before = {name: os.environ.get(name) for name in handle.environment}
+        if set_environment:
+            os.environ.update(handle.environment)
+        try:
+            yield handle
+        finally:
+            for name, value in before.items() if set_environment else ():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
