@@ -1,0 +1,205 @@
+"""Sweep: reconcile the ledger with the providers and end what is proven to be an orphan.
+
+Only two things count as proof: a row of this ledger whose owner is dead (or whose keep or lifetime is
+over), or our full label set with this ledger's id on a sandbox whose lease is over. Everything else
+is left, and the finding says why. Never by name, never by age alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from lowtide.errors import LowtideError
+from lowtide.lifecycle import keep
+from lowtide.lifecycle.ending import end_lease
+from lowtide.lifecycle.keep import Decision, Fate
+from lowtide.lifecycle.lease import Lease, LeaseState, Outcome
+from lowtide.lifecycle.ledger import Ledger
+from lowtide.providers.base import LABEL_PREFIX, Labels, Provider, SandboxInfo
+
+log = logging.getLogger("lowtide.sweep")
+
+AT_ONCE = 32
+
+
+class Action(enum.StrEnum):
+    ENDED = "ended"
+    WOULD_END = "would-end"
+    LEFT = "left"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What the sweep saw and did, for one lease or sandbox."""
+
+    action: Action
+    provider: str
+    sandbox_id: str | None
+    lease_id: str | None
+    why: str
+    age_seconds: float | None = None
+    tags: tuple[str, ...] = ()
+
+
+async def sweep(
+    ledger: Ledger,
+    providers: Mapping[str, Provider],
+    *,
+    tags: Collection[str] = (),
+    older_than_seconds: float = 0.0,
+    dry_run: bool = False,
+    deadline_seconds: float = 120.0,
+) -> list[Finding]:
+    """End every orphan these providers hold, in parallel, under one deadline. Raises for none of them.
+
+    `tags` and `older_than_seconds` narrow what is looked at; they never widen what may be ended.
+    """
+    sweeping = _Sweep(ledger, providers, frozenset(tags), older_than_seconds, dry_run, deadline_seconds)
+    return await sweeping.run()
+
+
+@dataclass(slots=True)
+class _Sweep:
+    ledger: Ledger
+    providers: Mapping[str, Provider]
+    tags: frozenset[str]
+    older_than_seconds: float
+    dry_run: bool
+    deadline_seconds: float
+
+    async def run(self) -> list[Finding]:
+        room = asyncio.Semaphore(AT_ONCE)
+
+        async def bounded(lease: Lease) -> Finding:
+            async with room:
+                return await self._lease(lease)
+
+        leases = [
+            lease for lease in await self.ledger.leases(tags=self.tags) if lease.provider in self.providers
+        ]
+        findings = list(await asyncio.gather(*(bounded(lease) for lease in leases)))
+        known = {(lease.provider, lease.sandbox_id) for lease in leases}
+        known |= {(lease.provider, lease.lease_id) for lease in leases}
+        for provider in self.providers.values():
+            findings += await self._provider(provider, known)
+        return findings
+
+    async def _lease(self, lease: Lease) -> Finding:
+        """A row of the ledger that is not settled."""
+        provider = self.providers[lease.provider]
+        verdict = self._verdict(lease, provider)
+        if isinstance(verdict, str):
+            return _finding(Action.LEFT, lease, verdict)
+        if self.dry_run:
+            return _finding(Action.WOULD_END, lease, verdict.why)
+        owner = None if lease.state is LeaseState.KEPT else lease.owner
+        report = await end_lease(
+            self.ledger,
+            provider,
+            lease,
+            owner=owner,
+            decision=verdict,
+            deadline_seconds=self.deadline_seconds,
+        )
+        if report.outcome is Outcome.FAILED:
+            return _finding(Action.FAILED, lease, report.why)
+        if report.outcome is Outcome.KEPT:
+            return _finding(Action.LEFT, lease, report.why)
+        return _finding(Action.ENDED, lease, verdict.why)
+
+    def _verdict(self, lease: Lease, provider: Provider) -> Decision | str:
+        """The decision to end it, or why it is left."""
+        now = time.time()
+        if lease.account != provider.account:
+            return "it belongs to another account of this provider"
+        if now - lease.created_at < self.older_than_seconds:
+            return "it is younger than asked for"
+        if lease.state is LeaseState.KEPT:
+            if lease.kept_until is not None and lease.kept_until > now:
+                return f"it is kept for another {lease.kept_until - now:.0f} s"
+            return Decision(Fate.DESTROY, "the time it was kept for is over")
+        alive = lease.owner.alive()
+        if alive:
+            return f"its owner, process {lease.owner.pid}, is alive"
+        if alive is None:
+            return f"its owner is on another machine ({lease.owner.host}); sweep there, or delete it by id"
+        failed = lease.state is not LeaseState.ENDING
+        decision = keep.decide(lease, failed=failed)
+        why = f"its owner, process {lease.owner.pid}, is dead"
+        return Decision(decision.fate, why if decision.fate is Fate.DESTROY else decision.why)
+
+    async def _provider(self, provider: Provider, known: set[tuple[str, str | None]]) -> list[Finding]:
+        """What the provider shows with our mark that no open row explains."""
+        findings = []
+        try:
+            async with asyncio.timeout(self.deadline_seconds):
+                labels = {LABEL_PREFIX + f"tag-{tag}": "1" for tag in self.tags}
+                async for info in provider.list(labels):
+                    marks = Labels.from_dict(info.labels)
+                    if marks is None or (provider.name, info.sandbox_id) in known:
+                        continue
+                    if (provider.name, marks.lease_id) not in known:
+                        findings.append(await self._marked(provider, info, marks))
+        except (LowtideError, TimeoutError) as error:
+            findings.append(
+                Finding(
+                    action=Action.FAILED,
+                    provider=provider.name,
+                    sandbox_id=None,
+                    lease_id=None,
+                    why=f"its sandboxes could not be listed: {error}",
+                )
+            )
+        return findings
+
+    async def _marked(self, provider: Provider, info: SandboxInfo, marks: Labels) -> Finding:
+        def found(action: Action, why: str) -> Finding:
+            age = time.time() - info.created_at.timestamp() if info.created_at else None
+            return Finding(
+                action=action,
+                provider=provider.name,
+                sandbox_id=info.sandbox_id,
+                lease_id=marks.lease_id,
+                why=why,
+                age_seconds=age,
+                tags=marks.tags,
+            )
+
+        if marks.ledger_id != self.ledger.ledger_id:
+            return found(Action.LEFT, "it was made under another ledger; sweep there, or delete it by id")
+        lease = await self.ledger.get(marks.lease_id)
+        if lease is None:
+            return found(
+                Action.LEFT, "its lease is not in this ledger any more; delete it by id if it is not needed"
+            )
+        if lease.state is LeaseState.HANDED_OVER:
+            return found(Action.LEFT, "it was released")
+        if lease.state is not LeaseState.GONE:
+            return found(Action.LEFT, f"its lease is {lease.state}")
+        why = "its lease is over, but it is still there"
+        if self.dry_run:
+            return found(Action.WOULD_END, why)
+        try:
+            async with asyncio.timeout(self.deadline_seconds):
+                ended = await provider.destroy(info.sandbox_id)
+        except (LowtideError, TimeoutError) as error:
+            return found(Action.FAILED, str(error) or "no answer in time")
+        return found(Action.ENDED, why if ended else "the provider's list was behind: it was already gone")
+
+
+def _finding(action: Action, lease: Lease, why: str) -> Finding:
+    return Finding(
+        action=action,
+        provider=lease.provider,
+        sandbox_id=lease.sandbox_id,
+        lease_id=lease.lease_id,
+        why=why,
+        age_seconds=time.time() - lease.created_at,
+        tags=lease.tags,
+    )
