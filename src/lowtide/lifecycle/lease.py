@@ -11,9 +11,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lowtide.providers.base import Labels
+if TYPE_CHECKING:
+    from lowtide.providers.base import Labels
 
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford base 32, lower case
 
@@ -156,6 +157,8 @@ class Lease:
 
     @property
     def labels(self) -> Labels:
+        from lowtide.providers.base import Labels  # late: reading the ledger needs no provider
+
         return Labels(
             lease_id=self.lease_id, ledger_id=self.ledger_id, owner=self.owner.label, tags=self.tags
         )

@@ -6,7 +6,6 @@ transaction. A row is never deleted before its sandbox is confirmed gone.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import random
@@ -352,6 +351,8 @@ class SqliteLedger:
             except sqlite3.Error as error:
                 if not _busy(error) or time.monotonic() > deadline:
                     raise self._error(what, error) from error
+            import asyncio  # late: `lowtide ls` reads the ledger without a loop and has to start fast
+
             await asyncio.sleep(delay * random.uniform(0.5, 1.5))  # noqa: S311
             delay = min(delay * 2, 0.1)
 
