@@ -89,7 +89,7 @@ def _let_go_of_helpers() -> None:
     from lowtide.engine import engine
     from lowtide.providers import registry
 
-    engine().run(registry.aclose_all(), timeout=30.0)
+    engine().run(registry.aclose(), timeout=30.0)
 
 
 @pytest.fixture(scope="session")

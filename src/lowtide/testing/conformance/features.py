@@ -114,7 +114,7 @@ class FeaturesConformance(Conformance):
             pytest.skip("no Python in this sandbox to serve with")
         box.write_file("/tmp/www/index.html", b"served" * 50_000).result(ANSWER_SECONDS)
         server = box.exec(["python3", "-m", "http.server", "8000", "-d", "/tmp/www"])
-        url = box.url(8000)
+        url = box.url(8000).result(ANSWER_SECONDS)
         request = urllib.request.Request(url.url + "/index.html", headers=dict(url.headers))
 
         def served() -> bool:
