@@ -89,7 +89,7 @@ def run() -> NoReturn:
     """Run the command line and leave with its exit code."""
     debug = "--debug" in sys.argv[1:2] or bool(os.environ.get("LOWTIDE_DEBUG"))
     try:
-        code = app.main(prog_name="lowtide", standalone_mode=False)
+        code = _invoke()
         sys.stdout.flush()
     except click.exceptions.Exit as done:
         code = done.exit_code
@@ -106,6 +106,16 @@ def run() -> NoReturn:
         if line:
             print(f"lowtide: {line}", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else exit_codes.OK)
+
+
+def _invoke() -> object:
+    # Not `app.main`: that one turns a reader who left into exit code 1.
+    if "_LOWTIDE_COMPLETE" in os.environ:
+        from click.shell_completion import shell_complete
+
+        return shell_complete(app, {}, "lowtide", "_LOWTIDE_COMPLETE", os.environ["_LOWTIDE_COMPLETE"])
+    with app.make_context("lowtide", sys.argv[1:]) as context:
+        return app.invoke(context)
 
 
 def _reader_left() -> int:

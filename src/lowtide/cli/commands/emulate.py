@@ -22,7 +22,11 @@ class _WithCommand(click.Command):
         return super().parse_args(ctx, args)
 
 
-@click.command(cls=_WithCommand)
+@click.command(
+    "emulate",
+    cls=_WithCommand,
+    short_help="Serve providers' own protocols on this machine (e2b, daytona).",
+)
 @click.argument("names", nargs=-1, required=True)
 @click.option(
     "--port-base",
