@@ -48,10 +48,10 @@ async def test_change_happens_only_from_the_expected_state_and_owner(ledger: Sql
     await ledger.intend(row)
     stranger = replace(row.owner, pid=row.owner.pid + 1)
     assert await ledger.change(row.lease_id, LeaseState.LIVE, before={LeaseState.KEPT}) is None
-    refused = await ledger.change(row.lease_id, LeaseState.LIVE, before={LeaseState.INTENDED}, owner=stranger)
+    refused = await ledger.change(row.lease_id, LeaseState.LIVE, before={LeaseState.INTENDED}, owned_by=stranger)
     assert refused is None
     live = await ledger.change(
-        row.lease_id, LeaseState.LIVE, before={LeaseState.INTENDED}, owner=row.owner, sandbox_id="x"
+        row.lease_id, LeaseState.LIVE, before={LeaseState.INTENDED}, owned_by=row.owner, sandbox_id="x"
     )
     assert live is not None
     assert (live.state, live.sandbox_id) == (LeaseState.LIVE, "x")

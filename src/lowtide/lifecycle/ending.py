@@ -60,7 +60,7 @@ async def end_lease(
                     return done(kept, decision.why)
             point("end:before-claim")
             claimed = await ledger.change(
-                lease.lease_id, LeaseState.ENDING, before=ENDABLE, owner=owner, why=decision.why
+                lease.lease_id, LeaseState.ENDING, before=ENDABLE, owned_by=owner, why=decision.why
             )
             if claimed is None:
                 now = await ledger.get(lease.lease_id)
@@ -182,7 +182,7 @@ async def _leave(
         lease.lease_id,
         LeaseState.KEPT,
         before=ENDABLE,
-        owner=owner,
+        owned_by=owner,
         why=decision.why,
         kept_until=until,
         expires_at=lives_until,

@@ -55,7 +55,7 @@ class Ledger(Protocol):
         after: LeaseState,
         *,
         before: Collection[LeaseState],
-        owner: Owner | None = None,
+        owned_by: Owner | None = None,
         why: str = "",
         **fields: Any,
     ) -> Lease | None:
@@ -202,13 +202,17 @@ class SqliteLedger:
         after: LeaseState,
         *,
         before: Collection[LeaseState],
-        owner: Owner | None = None,
+        owned_by: Owner | None = None,
         why: str = "",
         **fields: Any,
     ) -> Lease | None:
         def work() -> Lease | None:
             lease = self._get(lease_id)
-            if lease is None or lease.state not in before or (owner is not None and lease.owner != owner):
+            if (
+                lease is None
+                or lease.state not in before
+                or (owned_by is not None and lease.owner != owned_by)
+            ):
                 return None
             changed = replace(lease, state=after, reason=why or lease.reason, **fields)
             self._put(changed)

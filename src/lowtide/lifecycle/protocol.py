@@ -152,7 +152,7 @@ class Lifecycle:
             lease.lease_id,
             LeaseState.LIVE,
             before={LeaseState.INTENDED},
-            owner=self.owner,
+            owned_by=self.owner,
             sandbox_id=info.sandbox_id,
         )
         point("create:live")
@@ -261,7 +261,7 @@ class Lifecycle:
             held.lease.lease_id,
             LeaseState.ENDING,
             before={LeaseState.INTENDED},
-            owner=held.lease.owner,
+            owned_by=held.lease.owner,
             why="ended while being created",
         )
         await asyncio.wait([creating], timeout=seconds)
@@ -287,7 +287,7 @@ class Lifecycle:
                 row.lease_id,
                 LeaseState.LIVE,
                 before={LeaseState.LIVE, LeaseState.KEPT, LeaseState.HANDED_OVER},
-                owner=row.owner,
+                owned_by=row.owner,
                 why=f"adopted by process {self.owner.pid}",
                 **self._as_mine(provider, row, session),
             )
@@ -334,7 +334,7 @@ class Lifecycle:
             lease_id,
             LeaseState.HANDED_OVER,
             before={LeaseState.LIVE, LeaseState.KEPT},
-            owner=held.lease.owner if held else None,
+            owned_by=held.lease.owner if held else None,
             why=f"released by process {self.owner.pid}",
         )
         if lease is None:
