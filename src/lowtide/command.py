@@ -1,0 +1,354 @@
+"""One command from start to end, on the engine's loop; `process` holds the faces people look at."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lowtide.errors import CommandTimeoutError, LowtideError, OutputLimitError, SandboxError
+from lowtide.stream import StreamReader
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from lowtide.providers.base import ProcessHandle, ProcessSpec, Provider
+
+MAX_OUTPUT_BYTES = 256 << 20
+GRACE_SECONDS = 2.0
+"""Between TERM and KILL when a command is ended for it: by a timeout, a limit or a cancellation."""
+_DRAIN_SECONDS = 10.0
+"""How long after that its output may take to close before it is read no further."""
+_STDIN_CHUNK = 64 << 10
+_STDERR = 2
+
+Place = Callable[[], Awaitable[tuple["Provider", str]]]
+"""Waits until the sandbox takes commands, and says where it is."""
+
+_Failure = type[CommandTimeoutError] | type[OutputLimitError]
+
+
+class ProcessResult:
+    """What a command came to. The bytes are the truth; the text is decoded when asked for.
+
+    `returncode` is 128 + n after signal n, and -1 where the command was given up before it was known.
+    """
+
+    __slots__ = ("_stderr", "_stdout", "command", "returncode", "stderr_bytes", "stdout_bytes")
+
+    def __init__(
+        self,
+        *,
+        returncode: int,
+        stdout_bytes: bytes = b"",
+        stderr_bytes: bytes = b"",
+        command: Sequence[str] = (),
+    ) -> None:
+        self.returncode = returncode
+        self.stdout_bytes = stdout_bytes
+        self.stderr_bytes = stderr_bytes
+        self.command = tuple(command)
+        self._stdout: str | None = None
+        self._stderr: str | None = None
+
+    @property
+    def stdout(self) -> str:
+        if self._stdout is None:
+            self._stdout = self.stdout_bytes.decode("utf-8", "replace")
+        return self._stdout
+
+    @property
+    def stderr(self) -> str:
+        if self._stderr is None:
+            self._stderr = self.stderr_bytes.decode("utf-8", "replace")
+        return self._stderr
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ProcessResult):
+            return NotImplemented
+        return self._facts() == other._facts()
+
+    def __hash__(self) -> int:
+        return hash(self._facts())
+
+    def __repr__(self) -> str:
+        return (
+            f"ProcessResult(returncode={self.returncode}, stdout={len(self.stdout_bytes)} bytes, "
+            f"stderr={len(self.stderr_bytes)} bytes, command={self.command!r})"
+        )
+
+    def _facts(self) -> tuple[Any, ...]:
+        return (self.returncode, self.stdout_bytes, self.stderr_bytes, self.command)
+
+
+class Command:
+    """Starts it, reads it to its end, ends its process tree when it must not go on."""
+
+    def __init__(
+        self,
+        place: Place,
+        spec: ProcessSpec,
+        *,
+        readers: tuple[StreamReader[Any], StreamReader[Any]],
+        retain: bool = True,
+        stdin: bytes | None = None,
+        timeout_seconds: float | None = None,
+        max_output_bytes: int | None = None,
+    ) -> None:
+        self.spec = spec
+        self.returncode: int | None = None
+        self.context: dict[str, Any] = {}
+        self._place = place
+        self._readers = readers
+        self._retain = retain
+        self._kept: tuple[list[bytes], list[bytes]] = ([], [])
+        self._sizes = [0, 0]
+        self._stdin = stdin
+        self._timeout_seconds = timeout_seconds
+        self._limit = max_output_bytes
+        self._handle: ProcessHandle | None = None
+        self._opening: list[asyncio.Future[ProcessHandle]] = []
+        self._over = False
+        self._failure: _Failure | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._watchdog: asyncio.TimerHandle | None = None
+        self._gave_up = False
+
+    @property
+    def pid(self) -> int | None:
+        pid = getattr(self._handle, "pid", None)
+        return pid if isinstance(pid, int) else None
+
+    async def drive(self) -> ProcessResult:
+        """The result, or the error that says why there is none."""
+        try:
+            provider, sandbox_id = await self._place()
+            self.context = {"provider": provider.name, "sandbox_id": sandbox_id}
+            await self._attend(provider, sandbox_id)
+            result = ProcessResult(
+                returncode=-1 if self.returncode is None else self.returncode,
+                stdout_bytes=b"".join(self._kept[0]),
+                stderr_bytes=b"".join(self._kept[1]),
+                command=self.spec.argv,
+            )
+            if self._failure is not None:
+                raise self._failed(result)
+        except BaseException as error:
+            self._close(error)
+            raise
+        self._close(None)
+        return result
+
+    async def write_stdin(self, data: bytes) -> None:
+        handle = await self._opened()
+        for start in range(0, len(data), _STDIN_CHUNK):
+            await handle.write_stdin(data[start : start + _STDIN_CHUNK])
+
+    async def close_stdin(self) -> None:
+        if not self._over:
+            await (await self._opened()).close_stdin()
+
+    async def signal(self, number: int) -> None:
+        if not self._over:
+            await (await self._opened()).signal(number)
+
+    async def terminate(self, grace_seconds: float) -> None:
+        if not self._over:
+            await (await self._opened()).terminate(grace_seconds)
+
+    async def resize(self, width: int, height: int) -> None:
+        from lowtide.providers.base import TerminalSize
+
+        if not self._over:
+            await (await self._opened()).resize(TerminalSize(columns=width, rows=height))
+
+    async def _attend(self, provider: Provider, sandbox_id: str) -> None:
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        deadline = None if self._timeout_seconds is None else loop.time() + self._timeout_seconds
+        handle = await self._start(provider, sandbox_id)
+        if handle is None:
+            return
+        timer = loop.call_at(deadline, self._end_tree, CommandTimeoutError) if deadline is not None else None
+        feeder = loop.create_task(_feed(handle, self._stdin)) if self._stdin is not None else None
+        try:
+            await self._read(handle.output())
+            self.returncode = await handle.wait()
+        except asyncio.CancelledError:
+            if not self._gave_up:
+                await _to_the_end(_abandon(handle))
+                raise
+            if self._task is not None:  # it was ended, but its output never closed: enough is known
+                self._task.uncancel()
+        except BaseException:
+            in_background(_abandon(handle))
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+            if feeder is not None:
+                feeder.cancel()
+        if self._ending is not None:
+            await asyncio.wait({self._ending}, timeout=GRACE_SECONDS + _DRAIN_SECONDS)
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        await handle.aclose()
+
+    async def _start(self, provider: Provider, sandbox_id: str) -> ProcessHandle | None:
+        """None when even the start took longer than the command's timeout."""
+        import asyncio
+
+        # Shielded: a start that is cancelled half-way would leave a command nobody can end.
+        starting = asyncio.ensure_future(provider.start_process(sandbox_id, self.spec))
+        try:
+            if self._timeout_seconds is None:
+                handle = await asyncio.shield(starting)
+            else:
+                handle = await asyncio.wait_for(asyncio.shield(starting), self._timeout_seconds)
+        except asyncio.CancelledError:
+            in_background(_abandon_when_started(starting))
+            raise
+        except TimeoutError:
+            if starting.done():
+                raise  # the provider's own
+            in_background(_abandon_when_started(starting))
+            self._failure = CommandTimeoutError
+            return None
+        self._handle = handle
+        self._answer_waiting()
+        return handle
+
+    async def _read(self, output: AsyncIterator[tuple[int, bytes]]) -> None:
+        readers, kept, sizes, limit, retain = (
+            self._readers,
+            self._kept,
+            self._sizes,
+            self._limit,
+            self._retain,
+        )
+        async for stream, data in output:
+            which = 1 if stream == _STDERR else 0
+            if not retain:
+                readers[which].put(data)
+                await readers[which].room()
+                continue
+            if limit is not None and sizes[which] + len(data) > limit:
+                data = data[: limit - sizes[which]]
+                self._end_tree(OutputLimitError)
+            if data:
+                sizes[which] += len(data)
+                kept[which].append(data)
+                readers[which].put(data)
+
+    def _end_tree(self, failure: _Failure) -> None:
+        """End it and let the reading go on to the last byte, which a dead tree's output soon reaches."""
+        import asyncio
+
+        if self._failure is not None or self._handle is None:
+            return
+        self._failure = failure
+        loop = asyncio.get_running_loop()
+        self._ending = loop.create_task(_quietly(self._handle.terminate(GRACE_SECONDS)))
+        self._watchdog = loop.call_later(GRACE_SECONDS + _DRAIN_SECONDS, self._give_up)
+
+    def _give_up(self) -> None:
+        self._gave_up = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def _failed(self, result: ProcessResult) -> LowtideError:
+        what = self.spec.argv[0]
+        if self._failure is OutputLimitError:
+            return OutputLimitError(
+                f"{what} printed more than {self._limit} bytes and was ended", result=result, **self.context
+            )
+        return CommandTimeoutError(
+            f"{what} was ended after {self._timeout_seconds} seconds", result=result, **self.context
+        )
+
+    async def _opened(self) -> ProcessHandle:
+        import asyncio
+
+        if self._handle is None and not self._over:
+            waiting: asyncio.Future[ProcessHandle] = asyncio.get_running_loop().create_future()
+            self._opening.append(waiting)
+            return await waiting
+        if self._handle is None or self._over:
+            raise BrokenPipeError("the command has ended")
+        return self._handle
+
+    def _close(self, error: BaseException | None) -> None:
+        import asyncio
+
+        self._over = True
+        self._answer_waiting()
+
+        if isinstance(error, asyncio.CancelledError):
+            error = SandboxError("the command was cancelled", **self.context)
+        for reader in self._readers:
+            reader.end(error)
+
+    def _answer_waiting(self) -> None:
+        for waiting in self._opening:
+            if waiting.done():
+                continue
+            if self._handle is not None and not self._over:
+                waiting.set_result(self._handle)
+            else:
+                waiting.set_exception(BrokenPipeError("the command has ended"))
+        self._opening.clear()
+
+
+async def _feed(handle: ProcessHandle, data: bytes) -> None:
+    try:
+        for start in range(0, len(data), _STDIN_CHUNK):
+            await handle.write_stdin(data[start : start + _STDIN_CHUNK])
+        await handle.close_stdin()
+    except (BrokenPipeError, LowtideError):
+        return  # it read as much as it wanted; what else went wrong shows in its output or its end
+
+
+async def _abandon(handle: ProcessHandle) -> None:
+    try:
+        await _quietly(handle.terminate(GRACE_SECONDS))
+    finally:
+        await _quietly(handle.aclose())
+
+
+async def _abandon_when_started(starting: Awaitable[ProcessHandle]) -> None:
+    try:
+        handle = await starting
+    except Exception:
+        return  # then there is nothing to end
+    await _abandon(handle)
+
+
+async def _quietly(work: Awaitable[None]) -> None:
+    """What goes wrong here is second to the reason it is done, and the sandbox's own end covers it."""
+    import logging
+
+    try:
+        await work
+    except Exception as error:
+        logging.getLogger("lowtide").warning("could not end a command: %s: %s", type(error).__name__, error)
+
+
+_background: set[asyncio.Task[Any]] = set()
+
+
+def in_background(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """Run `work` to its end whatever happens to the caller. The loop itself only holds tasks weakly."""
+    import asyncio
+
+    task = asyncio.get_running_loop().create_task(work)
+    _background.add(task)
+    task.add_done_callback(_background.discard)
+    return task
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    import asyncio
+
+    await asyncio.shield(in_background(work))

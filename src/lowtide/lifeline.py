@@ -1,0 +1,257 @@
+"""One sandbox from unstarted to ended, as its handle holds it. Runs on the engine's loop."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from lowtide import validate
+from lowtide.command import in_background
+from lowtide.defaults import SandboxDefaults
+from lowtide.errors import LowtideError, SandboxError, SandboxGone, SandboxNotFoundError, SessionClosedError
+from lowtide.lifecycle.lease import EndReport, Keep, Lease, LeaseState, Outcome
+from lowtide.operation import generation
+from lowtide.providers import registry
+from lowtide.providers.base import Provider, SandboxInfo, SandboxSpec, SandboxState
+
+_ENDED = (Outcome.DESTROYED, Outcome.STOPPED, Outcome.ALREADY_GONE)
+
+
+class Lifeline:
+    """Starts it once, waits for it, ends it; every handle method goes through here."""
+
+    def __init__(
+        self,
+        settings: SandboxDefaults,
+        *,
+        provider: Provider | None = None,
+        info: SandboxInfo | None = None,
+        lease: Lease | None = None,
+    ) -> None:
+        self.settings = settings
+        self.info = info
+        self.lease = lease
+        self.report: EndReport | None = None
+        self.session: str | None = None
+        self.session_closed = False
+        self._given = provider
+        self._provider = provider
+        self._is_ready = False
+        self._starting: asyncio.Task[None] | None = None
+        self._readying: asyncio.Task[None] | None = None
+        self._generation = generation()
+
+    @property
+    def provider_name(self) -> str:
+        chosen = self._provider or self.settings.provider or registry.default_name()
+        return chosen if isinstance(chosen, str) else chosen.name
+
+    @property
+    def sandbox_id(self) -> str | None:
+        return self.info.sandbox_id if self.info is not None else None
+
+    @property
+    def begun(self) -> bool:
+        return self._starting is not None or self.info is not None
+
+    @property
+    def context(self) -> dict[str, Any]:
+        return {"provider": self.provider_name, "sandbox_id": self.sandbox_id}
+
+    def connect(self) -> Provider:
+        """The provider, connected. In the caller's thread, because it may import an SDK."""
+        if self._generation != generation():
+            self._settle_in_child()
+        if self._provider is None:
+            chosen = self.settings.provider
+            self._provider = (
+                registry.provider(chosen) if chosen is None or isinstance(chosen, str) else chosen
+            )
+        return self._provider
+
+    async def accepted(self) -> None:
+        """Start it if nobody has, and wait until the provider has taken it."""
+        if self._generation != generation():
+            self._settle_in_child()
+        self._check_open()
+        if self.info is not None:
+            return
+        if self._starting is None:
+            self._starting = in_background(self._create())
+        # Shared and shielded: one caller that goes away must not take it from the others.
+        await asyncio.shield(self._starting)
+
+    async def accepted_at(self) -> tuple[Provider, str]:
+        await self.accepted()
+        assert self.info is not None
+        return self.connect(), self.info.sandbox_id
+
+    async def ready(self) -> tuple[Provider, str]:
+        """Wait until commands can run, and say where."""
+        if self._is_ready and self.report is None and self._generation == generation():
+            assert self._provider is not None
+            assert self.info is not None
+            return self._provider, self.info.sandbox_id
+        await self.accepted()
+        assert self.info is not None
+        provider = self.connect()
+        if not self._is_ready:
+            if self._readying is None or (self._readying.done() and not self._is_ready):
+                self._readying = in_background(self._wait_ready(provider, self.info.sandbox_id))
+            await asyncio.shield(self._readying)
+        self._check_open()
+        return provider, self.info.sandbox_id
+
+    async def refresh(self) -> SandboxState:
+        """Ask the provider what it is now."""
+        if self.report is not None and self.report.outcome in _ENDED:
+            return SandboxState.GONE
+        await self.accepted()
+        assert self.info is not None
+        try:
+            self.info = await self.connect().get(self.info.sandbox_id)
+        except (SandboxNotFoundError, SandboxGone):
+            return SandboxState.GONE
+        return self.info.state
+
+    async def end(
+        self,
+        *,
+        grace_seconds: float = 10.0,
+        failed: bool = False,
+        snapshot_on_stop: bool = False,
+    ) -> EndReport:
+        """End it, also while it is still being created. Never raises for gone; FAILED says why and may be tried again."""
+        from lowtide.lifecycle.protocol import lifecycle
+
+        if self._generation != generation():
+            self._settle_in_child()
+        if not self.begun:
+            return self._ended("it was never started")
+        if self.lease is None and self._starting is not None:
+            await asyncio.sleep(0)  # the create that was asked for a moment ago takes its first step
+        provider = self.connect()
+        if self.lease is None:
+            if self.info is None:
+                return self._ended("it could not be created")
+            return await self._destroy(provider, self.info.sandbox_id, snapshot_on_stop)
+        while True:
+            report = await lifecycle().end(
+                provider,
+                self.lease.lease_id,
+                grace_seconds=grace_seconds,
+                failed=failed,
+                snapshot_on_stop=snapshot_on_stop,
+                force=self.lease.state is LeaseState.KEPT,
+            )
+            starting = self._starting
+            if starting is None or starting.done():
+                break
+            # It was ended in the instant before its lease was written down: see the create through.
+            await asyncio.wait({starting})
+        self._remember(report)
+        return report
+
+    async def _create(self) -> None:
+        from lowtide.lifecycle.protocol import lifecycle
+
+        if self.session_closed:
+            raise SessionClosedError("the session has ended and takes no new work")
+        settings, provider, life = self.settings, self.connect(), lifecycle()
+        self.lease = life.new_lease(
+            provider,
+            tags=settings.tags,
+            session=self.session,
+            keep=Keep(settings.keep or Keep.NEVER),
+            keep_for_seconds=settings.keep_for_seconds or 86_400.0,
+            max_lifetime_seconds=settings.max_lifetime_seconds,
+        )
+        self.info = await life.create(provider, self.lease, specification(settings, provider, self.lease))
+        self._is_ready = self.info.state is SandboxState.RUNNING
+
+    async def _wait_ready(self, provider: Provider, sandbox_id: str) -> None:
+        self.info = await provider.wait_ready(sandbox_id)
+        self._is_ready = True
+
+    async def _destroy(self, provider: Provider, sandbox_id: str, snapshot_on_stop: bool) -> EndReport:
+        """One that is in no ledger here: somebody named it, so it may be ended."""
+        from lowtide.lifecycle.protocol import lifecycle
+
+        began = asyncio.get_running_loop().time()
+        snapshot_id = None
+        outcome, error = Outcome.FAILED, None
+        try:
+            if snapshot_on_stop:
+                from lowtide.lifecycle.lease import new_lease_id
+
+                snapshot_id = await provider.snapshot(sandbox_id, f"snap-{new_lease_id()}")  # type: ignore[attr-defined]
+            destroyed = await lifecycle().destroy(provider, sandbox_id)
+            outcome = Outcome.DESTROYED if destroyed else Outcome.ALREADY_GONE
+        except LowtideError as problem:
+            error = problem
+        report = EndReport(
+            outcome=outcome,
+            sandbox_id=sandbox_id,
+            provider=provider.name,
+            seconds=asyncio.get_running_loop().time() - began,
+            why="ended on request",
+            snapshot_id=snapshot_id,
+            error=error,
+        )
+        self._remember(report)
+        return report
+
+    def _remember(self, report: EndReport) -> None:
+        """The first report that says it is over; what comes after only says that it was."""
+        over = self.report is not None and self.report.outcome in _ENDED
+        if report.outcome is not Outcome.FAILED and not over:
+            self.report = report
+
+    def _ended(self, why: str) -> EndReport:
+        self.report = EndReport(
+            outcome=Outcome.ALREADY_GONE, sandbox_id=None, provider=self.provider_name, seconds=0.0, why=why
+        )
+        return self.report
+
+    def _check_open(self) -> None:
+        if self.report is not None and self.report.outcome in _ENDED:
+            raise SandboxGone(
+                f"sandbox {self.sandbox_id or '(never started)'} has ended: {self.report.why or 'stopped'}",
+                reason="stopped",
+                **self.context,
+            )
+
+    def _settle_in_child(self) -> None:
+        """After a fork: the sandbox is still there, but the parent's tasks and connections are not ours."""
+        if self.begun and self.info is None:
+            raise SandboxError(
+                "this sandbox was still being created when the process forked; it belongs to the parent",
+                **self.context,
+            )
+        self._starting = self._readying = None
+        self._provider = (
+            self._given if self._given is not None and self._given.name not in registry.known() else None
+        )
+        if self._provider is None and self._given is not None:
+            self.settings = self.settings.with_overrides(provider=self._given.name)
+        self._generation = generation()
+
+
+def specification(settings: SandboxDefaults, provider: Provider, lease: Lease) -> SandboxSpec:
+    """The create call these settings ask for."""
+    from lowtide.providers.base import Limits
+
+    resources, network = settings.resources, settings.network
+    return SandboxSpec(
+        labels=lease.labels,
+        image=settings.container_image,
+        snapshot=settings.snapshot,
+        command=settings.argv,
+        working_dir=settings.working_dir,
+        environment=dict(settings.environment_variables),
+        limits=validate.resources("resources", resources) if resources is not None else Limits(),
+        network=validate.network("network", network) if network is not None else None,
+        ports=tuple(settings.ports or ()),
+        lifetime_seconds=settings.max_lifetime_seconds,
+        options=validate.provider_options(type(provider), settings.provider_options),
+    )

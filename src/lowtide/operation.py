@@ -1,0 +1,202 @@
+"""Operation: a started call, awaited in async code and asked for its `.result()` in sync code."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Coroutine, Generator, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
+
+from lowtide.errors import SandboxError, SandboxTimeoutError, ValidationError
+
+if TYPE_CHECKING:
+    import concurrent.futures
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+_generation = 0
+
+
+def generation() -> int:
+    """Differs between a process and its forked children: what one started, the other must not wait for."""
+    return _generation
+
+
+def _count_fork() -> None:
+    global _generation
+    _generation += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+class Operation(Generic[T_co]):
+    """A call that is already under way on lowtide's own loop.
+
+    ``op.result()`` waits for it in any thread; ``await op`` waits for it in any event loop. Cancelling
+    the waiting task cancels the operation. An operation that nobody waits for still happens.
+    """
+
+    def __init__(self, future: concurrent.futures.Future[T_co]) -> None:
+        self._future = future
+        self._generation = _generation
+
+    @classmethod
+    def start(cls, work: Coroutine[Any, Any, T]) -> Operation[T]:
+        """Start `work` on the engine's loop."""
+        from lowtide.engine import engine
+
+        return Operation(engine().submit(work))
+
+    def result(self, timeout: float | None = None) -> T_co:
+        """Wait and return what it came to, or raise what it raised.
+
+        Raises SandboxTimeoutError (a TimeoutError) when `timeout` seconds were not enough; the
+        operation goes on then. Raises ``concurrent.futures.CancelledError`` when it was cancelled.
+        """
+        self._check_waitable()
+        try:
+            return self._future.result(timeout)
+        except TimeoutError:
+            if self._future.done():
+                raise  # its own
+        raise SandboxTimeoutError(f"not done after {timeout} seconds; it goes on, cancel() would end it")
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait and return what it raised, or None. SandboxTimeoutError as in `result`."""
+        self._check_waitable()
+        try:
+            return self._future.exception(timeout)
+        except TimeoutError:
+            raise SandboxTimeoutError(f"not done after {timeout} seconds; it goes on") from None
+
+    def done(self) -> bool:
+        """Whether it has ended, one way or another."""
+        self._check_process()
+        return self._future.done()
+
+    def cancel(self) -> bool:
+        """Ask it to end. False when it already has."""
+        self._check_process()
+        return self._future.cancel()
+
+    def __await__(self) -> Generator[Any, None, T_co]:
+        import asyncio
+
+        self._check_process()
+        return asyncio.wrap_future(self._future).__await__()
+
+    def __repr__(self) -> str:
+        if self._generation != _generation:
+            return f"<{type(self).__name__} of another process>"
+        future = self._future
+        if not future.done():
+            state = "running"
+        elif future.cancelled():
+            state = "cancelled"
+        else:
+            error = future.exception()
+            state = f"raised {type(error).__name__}" if error else "done"
+        return f"<{type(self).__name__} {state}>"
+
+    def _operation(self) -> Operation[T_co]:
+        return self
+
+    def _check_process(self) -> None:
+        # In a forked child the thread that would finish this does not exist, and its locks may be held.
+        if self._generation != _generation:
+            raise SandboxError(
+                "this operation was started before os.fork() and belongs to the parent process"
+            )
+
+    def _check_waitable(self) -> None:
+        self._check_process()
+        if not self._future.done():
+            refuse_to_block()
+
+
+class Waitable(Protocol):
+    """What `wait` takes: an Operation, a Process, or a Sandbox (which is done once commands can run)."""
+
+    def _operation(self) -> Operation[Any]: ...
+
+
+W = TypeVar("W", bound=Waitable)
+
+
+@overload
+def results(operations: Operation[T]) -> T: ...
+@overload
+def results(operations: Iterable[Operation[T]]) -> list[T]: ...
+def results(operations: Operation[T] | Iterable[Operation[T]]) -> T | list[T]:
+    """The results of operations that run in parallel, in the order given; of one, its own.
+
+    All of them are waited for, also when one fails. Then the first failure (in the order given) is
+    raised as it is, so that ``except`` clauses work; every other failure is named in its notes.
+    """
+    if isinstance(operations, Operation):
+        return operations.result()
+    started = list(operations)
+    for position, operation in enumerate(started):
+        if not isinstance(operation, Operation):
+            raise ValidationError(
+                f"results() takes operations; item {position} is a {type(operation).__name__}",
+                argument="operations",
+            )
+    answers: list[T] = []
+    failures: list[BaseException] = []
+    for operation in started:
+        try:
+            answers.append(operation.result())
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            failures.append(error)
+    if failures:
+        first, *others = failures
+        for other in others:
+            if other is not first:
+                first.add_note(f"also failed: {type(other).__name__}: {other}")
+        raise first
+    return answers
+
+
+def wait(
+    waitables: Sequence[W], num_returns: int | None = None, timeout: float | None = None
+) -> tuple[list[W], list[W]]:
+    """Wait until `num_returns` of them (all, when None) have ended or `timeout` seconds are over.
+
+    Returns (done, pending), each in the order given. A failed one counts as done; nothing is raised.
+    """
+    items = list(waitables)
+    wanted = len(items) if num_returns is None else num_returns
+    if not 0 <= wanted <= len(items):
+        raise ValidationError(
+            f"num_returns is {wanted} but there are {len(items)} to wait for", argument="num_returns"
+        )
+    if wanted:
+        refuse_to_block()
+    enough = threading.Semaphore(0)
+    operations = [item._operation() for item in items]
+    for operation in operations:
+        operation._check_process()
+        operation._future.add_done_callback(lambda _: enough.release())
+    deadline = None if timeout is None else time.monotonic() + timeout
+    for _ in range(wanted):
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if not enough.acquire(timeout=left):
+            break
+    ended = [operation.done() for operation in operations]
+    done = [item for item, is_done in zip(items, ended, strict=True) if is_done]
+    pending = [item for item, is_done in zip(items, ended, strict=True) if not is_done]
+    return done, pending
+
+
+def refuse_to_block() -> None:
+    """A blocking wait on the engine's own thread would wait for itself for ever."""
+    from lowtide import engine
+
+    if engine.started() and engine.engine().is_current_thread():
+        raise RuntimeError("a blocking lowtide call was made on lowtide's own event loop; await it instead")

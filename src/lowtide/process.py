@@ -1,0 +1,129 @@
+"""Process: the handle of a running command: streams, standard input, signals, exit code."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lowtide.command import GRACE_SECONDS, MAX_OUTPUT_BYTES, Command, Place
+from lowtide.command import ProcessResult as ProcessResult
+from lowtide.errors import SandboxExecutionError
+from lowtide.operation import Operation
+from lowtide.stream import StreamReader, StreamWriter
+
+if TYPE_CHECKING:
+    from lowtide.providers.base import ProcessSpec
+
+
+class Process(Operation[ProcessResult]):
+    """A running command. Its result is a `ProcessResult`; cancelling it ends its whole process tree."""
+
+    def __init__(
+        self,
+        place: Place,
+        spec: ProcessSpec,
+        *,
+        stdin: bytes | None = None,
+        check: bool = False,
+        timeout_seconds: float | None = None,
+        max_output_bytes: int | None = MAX_OUTPUT_BYTES,
+    ) -> None:
+        from lowtide.engine import engine
+
+        self.stdout: StreamReader[str] = StreamReader(text=True)
+        self.stderr: StreamReader[str] = StreamReader(text=True)
+        self._run = Command(
+            place,
+            spec,
+            readers=(self.stdout, self.stderr),
+            stdin=stdin,
+            timeout_seconds=timeout_seconds,
+            max_output_bytes=max_output_bytes,
+        )
+        self.stdin: StreamWriter | None = None
+        if spec.stdin and stdin is None:
+            self.stdin = StreamWriter(self._run.write_stdin, self._run.close_stdin)
+        super().__init__(engine().submit(self._finish(check)))
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        return self._run.spec.argv
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code (128 + n for signal n), or None while it runs."""
+        return self._run.returncode
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id inside the sandbox, where the provider tells it."""
+        return self._run.pid
+
+    def poll(self) -> int | None:
+        return self._run.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the exit code. Non-zero is no error here, also with ``check=True``."""
+        try:
+            return self.result(timeout).returncode
+        except SandboxExecutionError as error:
+            if error.result is None:
+                raise
+            return error.result.returncode
+
+    def send_signal(self, number: int) -> Operation[None]:
+        """To the command's process group. Silent when it has already ended."""
+        return Operation.start(self._run.signal(int(number)))
+
+    def terminate(self, grace_seconds: float = GRACE_SECONDS) -> Operation[None]:
+        """End the whole process tree: TERM, grace, KILL. The result still comes, with the exit code."""
+        return Operation.start(self._run.terminate(grace_seconds))
+
+    def kill(self) -> Operation[None]:
+        """End the whole process tree at once."""
+        return Operation.start(self._run.terminate(0.0))
+
+    def resize(self, width: int, height: int) -> Operation[None]:
+        """The terminal's new size, for a command started with ``tty=True``."""
+        return Operation.start(self._run.resize(width, height))
+
+    async def _finish(self, check: bool) -> ProcessResult:
+        result = await self._run.drive()
+        if check and result.returncode != 0:
+            said = result.stderr_bytes[-2000:].decode("utf-8", "replace").strip()
+            shown = f": {said}" if said else ""
+            raise SandboxExecutionError(
+                f"{self.command[0]} ended with exit code {result.returncode}{shown}",
+                result=result,
+                **self._run.context,
+            )
+        return result
+
+
+class TerminalSession(Operation[ProcessResult]):
+    """A command on a terminal: what it shows comes out as bytes, nothing is kept for the result."""
+
+    def __init__(self, place: Place, spec: ProcessSpec) -> None:
+        from lowtide.engine import engine
+
+        self.output: StreamReader[bytes] = StreamReader(text=False)
+        self._run = Command(place, spec, readers=(self.output, self.output), retain=False)
+        self.stdin = StreamWriter(self._run.write_stdin, self._run.close_stdin)
+        super().__init__(engine().submit(self._run.drive()))
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        return self._run.spec.argv
+
+    @property
+    def returncode(self) -> int | None:
+        return self._run.returncode
+
+    def resize(self, width: int, height: int) -> Operation[None]:
+        return Operation.start(self._run.resize(width, height))
+
+    def send_signal(self, number: int) -> Operation[None]:
+        return Operation.start(self._run.signal(int(number)))
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the exit code."""
+        return self.result(timeout).returncode

@@ -1,0 +1,256 @@
+"""Session: a group of sandboxes with shared defaults and one end."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from lowtide.defaults import SandboxDefaults, SandboxOptions, explicit, resolve
+from lowtide.errors import CleanupError, LowtideError, SandboxError, SessionClosedError, ValidationError
+from lowtide.lifecycle.lease import EndReport, new_lease_id
+from lowtide.operation import Operation, generation
+from lowtide.sandbox import Sandbox, could_not_end, in_event_loop, is_failure, report_failure
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Unpack
+
+    from lowtide.providers.base import Provider, SandboxState
+
+
+class Session:
+    """Makes sandboxes with the same defaults, and ends all of them when it is closed.
+
+    Keywords go on top of `defaults`. A sandbox that cannot be ended stays in the session, so that
+    `close` can be tried again.
+    """
+
+    def __init__(
+        self,
+        defaults: SandboxDefaults | Mapping[str, Any] | None = None,
+        /,
+        **options: Unpack[SandboxOptions],
+    ) -> None:
+        named = options.pop("defaults", None)
+        self.defaults = SandboxDefaults()
+        for layer in (defaults, named):
+            if layer is not None:
+                self.defaults = self.defaults.merged(explicit(layer))
+        self.defaults = self.defaults.merged(options)
+        self.session_id = new_lease_id()
+        self._members: dict[int, Sandbox] = {}
+        self._closed = False
+        self._lock = threading.Lock()
+        self._born = generation()
+
+    @property
+    def sandbox_count(self) -> int:
+        """How many sandboxes end with this session."""
+        return len(self._members)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def sandbox(self, **options: Unpack[SandboxOptions]) -> Sandbox:
+        """A sandbox of this session, unstarted: it starts on ``with``, ``await``, `start` or its first use."""
+        self._check_open()
+        sandbox = Sandbox.__new__(Sandbox)
+        sandbox._begin(resolve(self.defaults, options))
+        self._register(sandbox)
+        return sandbox
+
+    def list(
+        self,
+        *,
+        tags: Sequence[str] | None = None,
+        provider: str | Provider | None = None,
+        status: str | SandboxState | None = None,
+        show_terminated: bool = False,
+        adopt: bool = False,
+    ) -> Operation[builtins.list[Sandbox]]:
+        """`Sandbox.list` with this session's tags added; with `adopt`, what is found ends with this session."""
+        if adopt:
+            self._check_open()
+        finding = Sandbox.list(
+            tags=self.defaults.merge_tags(tags),
+            provider=provider if provider is not None else self.defaults.provider,
+            status=status,
+            show_terminated=show_terminated,
+        )
+        return Operation.start(self._found(finding, adopt))
+
+    def from_id(
+        self, sandbox_id: str, *, adopt: bool = True, provider: str | Provider | None = None
+    ) -> Operation[Sandbox]:
+        """`Sandbox.from_id`; unless `adopt` is false, it ends with this session."""
+        if adopt:
+            self._check_open()
+        chosen = provider if provider is not None else self.defaults.provider
+        return Operation.start(self._found_one(Sandbox.from_id(sandbox_id, provider=chosen), adopt))
+
+    def adopt(self, sandbox: Sandbox) -> Operation[None]:
+        """Its end is now this session's end: in the ledger, ownership moves here in one step.
+
+        Blocks in sync code. SandboxNotFoundError when it is gone.
+        """
+        self._check_open()
+        if not isinstance(sandbox, Sandbox):
+            raise ValidationError(
+                f"sandbox must be a Sandbox, not {type(sandbox).__name__}", argument="sandbox"
+            )
+        if not sandbox._life.begun:
+            raise ValidationError(
+                "an unstarted sandbox cannot be adopted; start() it first", argument="sandbox"
+            )
+        return _now(self._adopt(sandbox))
+
+    def release(self, sandbox: Sandbox) -> Operation[None]:
+        """It leaves this session and goes on living: nobody here ends it. Blocks in sync code."""
+        if id(sandbox) not in self._members:
+            raise ValidationError("that sandbox does not belong to this session", argument="sandbox")
+        return _now(self._release(sandbox))
+
+    def close(self) -> Operation[builtins.list[EndReport]]:
+        """End every sandbox of the session, in parallel, those still being created too.
+
+        From now on it takes no new work. CleanupError names all that could not be ended; they stay
+        here and in the ledger, and `close` may be called again.
+        """
+        return Operation.start(self._close(failed=False))
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._born != generation():
+            return  # a forked child leaves its parent's block
+        closing = Operation.start(self._close(failed=is_failure(error)))
+        failure: Exception | None = None
+        try:
+            closing.result()
+        except Exception as problem:
+            failure = problem
+        report_failure(failure, error)
+
+    async def __aenter__(self) -> Self:
+        self._check_open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._born != generation():
+            return
+        closing = Operation.start(self._close(failed=is_failure(error)))
+        failure: Exception | None = None
+        try:
+            # Shielded: whoever cancels this block does not want to leave the sandboxes behind.
+            await asyncio.shield(closing)
+        except Exception as problem:
+            failure = problem
+        report_failure(failure, error)
+
+    def __repr__(self) -> str:
+        return f"<Session {self.session_id} {'closed' if self._closed else 'open'} sandboxes={self.sandbox_count}>"
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SessionClosedError("the session has ended and takes no new work")
+
+    def _register(self, sandbox: Sandbox) -> None:
+        with self._lock:
+            self._check_open()
+            self._members[id(sandbox)] = sandbox
+            sandbox._life.session = self.session_id
+
+    def _forget(self, sandbox: Sandbox) -> None:
+        with self._lock:
+            self._members.pop(id(sandbox), None)
+
+    async def _close(self, *, failed: bool) -> builtins.list[EndReport]:
+        with self._lock:
+            self._closed = True
+            members = list(self._members.values())
+            for sandbox in members:
+                sandbox._life.session_closed = True
+        ended = await asyncio.gather(
+            *(self._end(sandbox, failed) for sandbox in members), return_exceptions=True
+        )
+        reports = [outcome for outcome in ended if isinstance(outcome, EndReport)]
+        failures = [outcome for outcome in ended if isinstance(outcome, BaseException)]
+        for failure in failures:
+            if not isinstance(failure, Exception):
+                raise failure
+        problems = [_as_ours(failure) for failure in failures]
+        if problems:
+            raise CleanupError(
+                f"{len(problems)} of {len(members)} sandboxes could not be ended; they stay in the ledger "
+                "and are tried again, close() may be called again",
+                problems,
+            )
+        return reports
+
+    async def _end(self, sandbox: Sandbox, failed: bool) -> EndReport:
+        report = await sandbox._life.end(failed=failed)
+        failure = could_not_end(report)
+        if failure is not None:
+            raise failure
+        self._forget(sandbox)
+        return report
+
+    async def _adopt(self, sandbox: Sandbox) -> None:
+        from lowtide.lifecycle.protocol import lifecycle
+
+        # Registered first: a close that comes in between ends it, and does not miss it.
+        self._register(sandbox)
+        try:
+            provider, sandbox_id = await sandbox._life.accepted_at()
+            sandbox._life.lease = await lifecycle().adopt(provider, sandbox_id, session=self.session_id)
+        except BaseException:
+            self._forget(sandbox)
+            raise
+
+    async def _release(self, sandbox: Sandbox) -> None:
+        from lowtide.lifecycle.protocol import lifecycle
+
+        if sandbox._life.begun:
+            await sandbox._life.accepted_at()
+            if sandbox._life.lease is not None:
+                await lifecycle().release(sandbox._life.lease.lease_id)
+        self._forget(sandbox)
+        sandbox._life.session = None
+
+    async def _found(self, finding: Operation[builtins.list[Sandbox]], adopt: bool) -> builtins.list[Sandbox]:
+        sandboxes = await finding
+        if adopt:
+            await asyncio.gather(*(self._adopt(sandbox) for sandbox in sandboxes))
+        return sandboxes
+
+    async def _found_one(self, finding: Operation[Sandbox], adopt: bool) -> Sandbox:
+        sandbox = await finding
+        if adopt:
+            await self._adopt(sandbox)
+        return sandbox
+
+
+def _now(work: Any) -> Operation[None]:
+    """Started; in sync code also done, so that a bare call has happened when it returns."""
+    operation: Operation[None] = Operation.start(work)
+    if not in_event_loop():
+        operation.result()
+    return operation
+
+
+def _as_ours(error: BaseException) -> LowtideError:
+    if isinstance(error, LowtideError):
+        return error
+    ours = SandboxError(f"{type(error).__name__}: {error}")
+    ours.__cause__ = error
+    return ours

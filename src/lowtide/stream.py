@@ -1,0 +1,201 @@
+"""Streams: bytes and text that come out of a sandbox, and bytes that go in, for any thread or loop."""
+
+from __future__ import annotations
+
+import codecs
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
+
+from lowtide.errors import SandboxError
+from lowtide.operation import Operation, generation, refuse_to_block
+
+if TYPE_CHECKING:
+    import asyncio
+
+T = TypeVar("T", str, bytes)
+
+_HIGH_WATER = 4 << 20
+_NOTHING_YET = object()
+_END = object()
+
+
+class StreamReader(Generic[T]):
+    """What a command prints, in chunks as they come: ``for chunk in reader`` or ``async for``.
+
+    A chunk is not a line. Text is decoded as UTF-8 across chunk borders; a byte that is no UTF-8
+    becomes U+FFFD. An error of the sandbox is raised where the stream breaks off.
+    """
+
+    def __init__(self, *, text: bool, on_close: Callable[[], object] | None = None) -> None:
+        self._chunks: deque[bytes] = deque()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace") if text else None
+        self._on_close = on_close
+        self._ended = False
+        self._closed = False
+        self._error: BaseException | None = None
+        self._buffered = 0
+        self._lock = threading.Lock()
+        self._waiting: list[Callable[[], object]] = []
+        self._room: asyncio.Future[None] | None = None
+        self._generation = generation()
+
+    def __iter__(self) -> StreamReader[T]:
+        return self
+
+    def __next__(self) -> T:
+        while (piece := self._take()) is _NOTHING_YET:
+            refuse_to_block()
+            arrived = threading.Event()
+            self._wake_with(arrived.set)
+            arrived.wait()
+        if piece is _END:
+            raise StopIteration
+        return cast("T", piece)
+
+    def __aiter__(self) -> StreamReader[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        while (piece := self._take()) is _NOTHING_YET:
+            await self._arrival()
+        if piece is _END:
+            raise StopAsyncIteration
+        return cast("T", piece)
+
+    def close(self) -> None:
+        """Read no further. A command goes on; a file transfer ends."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = self._ended = True
+            self._chunks.clear()
+            self._buffered = 0
+            self._wake()
+        if self._on_close is not None:
+            self._on_close()
+
+    # The engine's side.
+
+    def put(self, data: bytes) -> None:
+        with self._lock:
+            if self._closed or not data:
+                return
+            self._chunks.append(data)
+            self._buffered += len(data)
+            if self._waiting:
+                self._wake()
+
+    async def room(self) -> None:
+        """Wait until the reader has caught up. Without it, memory is not bounded."""
+        import asyncio
+
+        while self._buffered > _HIGH_WATER:
+            with self._lock:
+                if self._buffered <= _HIGH_WATER:
+                    return
+                self._room = asyncio.get_running_loop().create_future()
+            await self._room
+
+    def end(self, error: BaseException | None = None) -> None:
+        with self._lock:
+            if not self._ended:
+                self._ended = True
+                self._error = error
+            self._wake()
+
+    # Both sides.
+
+    def _take(self) -> object:
+        if self._generation != generation():
+            raise SandboxError("this stream was opened before os.fork() and belongs to the parent process")
+        with self._lock:
+            while self._chunks:
+                data = self._chunks.popleft()
+                self._buffered -= len(data)
+                if self._room is not None and self._buffered <= _HIGH_WATER // 2:
+                    self._make_room()
+                piece = self._decoder.decode(data) if self._decoder else data
+                if piece:
+                    return piece
+            if not self._ended:
+                return _NOTHING_YET
+            if self._closed:
+                return _END
+            if self._decoder and (rest := self._decoder.decode(b"", final=True)):
+                self._decoder.reset()
+                return rest
+            if self._error is not None:
+                raise self._error
+            return _END
+
+    def _wake_with(self, wake: Callable[[], object]) -> None:
+        with self._lock:
+            if self._chunks or self._ended:
+                wake()
+            else:
+                self._waiting.append(wake)
+
+    async def _arrival(self) -> None:
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            try:
+                loop.call_soon_threadsafe(_tell, arrived)
+            except RuntimeError:  # that loop has been closed: nobody waits there any more
+                return
+
+        self._wake_with(wake)
+        await arrived
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for wake in waiting:
+            wake()
+        if self._ended and self._room is not None:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        room, self._room = self._room, None
+        if room is not None:
+            room.get_loop().call_soon_threadsafe(_tell, room)
+
+
+def _tell(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
+
+
+class StreamWriter:
+    """The standard input of a command. Writes happen in the order they were made."""
+
+    def __init__(
+        self, write: Callable[[bytes], Awaitable[None]], close: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._write = write
+        self._close = close
+        self._turn: asyncio.Lock | None = None
+
+    def write(self, data: bytes | str) -> Operation[None]:
+        """Done when the sandbox has taken it. BrokenPipeError when the command reads no more."""
+        payload = data.encode() if isinstance(data, str) else bytes(data)
+        return Operation.start(self._in_turn(lambda: self._write(payload)))
+
+    def writeline(self, text: str) -> Operation[None]:
+        return self.write(text + "\n")
+
+    def close(self) -> Operation[None]:
+        """The command sees the end of its input. Silent when it has already ended."""
+        return Operation.start(self._in_turn(self._close))
+
+    async def _in_turn(self, act: Callable[[], Awaitable[None]]) -> None:
+        import asyncio
+
+        if self._turn is None:  # made on the engine's loop, where all of this runs
+            self._turn = asyncio.Lock()
+        async with self._turn:
+            await act()
