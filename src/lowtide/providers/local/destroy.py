@@ -1,0 +1,239 @@
+"""Ending a sandbox: kill everything in it, remove its cgroups and its directory, and be sure of it.
+
+Needs no spawner, so that any process of the same user (a guardian, a sweep) can do it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import stat
+import time
+from pathlib import Path
+
+from lowtide.errors import SandboxUnavailableError
+from lowtide.providers.local import cgroups
+from lowtide.providers.local.place import Place, ProcessMark, start_time
+
+_PATIENCE_SECONDS = 20.0
+
+
+def destroy(place: Place, trash: Path, grace_seconds: float) -> bool:
+    """True: ended now. False: there was none. Raises SandboxUnavailableError when it could not be confirmed."""
+    if not os.path.lexists(place.path):
+        return False
+    spec = place.spec() or {}
+    killed = stop(place, grace_seconds)
+    gone = trash / f"{place.sandbox_id}.{os.urandom(4).hex()}"
+    try:
+        trash.mkdir(mode=0o700, exist_ok=True)
+        os.rename(place.path, gone)
+    except FileNotFoundError:
+        return False  # somebody else ended it at the same time
+    empty(gone, place.sandbox_id, killed, spec.get("cgroups", []))
+    return True
+
+
+def stop(place: Place, grace_seconds: float) -> tuple[ProcessMark | None, ProcessMark | None]:
+    """End its processes and leave its files."""
+    outer, inner = place.processes()
+    if grace_seconds > 0 and inner is not None and inner.alive():
+        _ask_to_end(inner, grace_seconds, only_main=bool((place.spec() or {}).get("command")))
+    kill(outer, inner, place.sandbox_id)
+    return outer, inner
+
+
+def empty(
+    gone: Path, sandbox_id: str, killed: tuple[ProcessMark | None, ProcessMark | None], groups: list[str]
+) -> None:
+    """Remove a directory that is no sandbox any more.
+
+    A create that was still under way may have written its process down just before the directory was
+    taken from it: look again, now that no later one can.
+    """
+    later = Place(gone)
+    deadline = time.monotonic() + 2.0
+    while (marks := later.processes())[0] is None and (gone / "pid").exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    if marks != killed:
+        kill(*marks, sandbox_id)
+    cgroups.remove(groups or (later.spec() or {}).get("cgroups", []))
+    remove_tree(gone)
+
+
+def sweep_trash(trash: Path) -> None:
+    """Finish what a process that died in the middle of a destroy has left."""
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(trash):
+            with contextlib.suppress(OSError, SandboxUnavailableError):
+                empty(trash / name, name, (None, None), [])
+
+
+def kill(outer: ProcessMark | None, inner: ProcessMark | None, sandbox_id: str) -> None:
+    """SIGKILL both, wait until both are gone. With the inner one, process 1 of its namespace, everything dies."""
+    if inner is None and outer is not None:
+        inner = _child_of(outer)
+    fds = [fd for mark in (outer, inner) if mark is not None and (fd := mark.open()) is not None]
+    try:
+        for fd in fds:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        for fd in fds:
+            poll = select.poll()
+            poll.register(fd, select.POLLIN)
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise SandboxUnavailableError(
+                    "its processes do not end although they were killed",
+                    provider="local",
+                    sandbox_id=sandbox_id,
+                )
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _child_of(outer: ProcessMark) -> ProcessMark | None:
+    """The outer bwrap's only child, for the moment before it was written down."""
+    for child in _children(outer.pid):
+        start = start_time(child)
+        if start is not None and outer.alive():
+            return ProcessMark(child, start)
+    return None
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            return [int(word) for word in file.read().split()]
+    except OSError:
+        return []
+
+
+def main_process(inner: int) -> int | None:
+    """The main process: number 2 in the sandbox, a child of its process 1."""
+    for child in _children(inner):
+        with contextlib.suppress(OSError), open(f"/proc/{child}/status", "rb") as file:
+            for line in file:
+                if line.startswith(b"NSpid:"):
+                    if line.split()[-1] == b"2":
+                        return child
+                    break
+    return None
+
+
+def _ask_to_end(inner: ProcessMark, grace_seconds: float, *, only_main: bool) -> None:
+    deadline = time.monotonic() + grace_seconds
+    main = main_process(inner.pid)
+    told: set[int] = set()
+    while True:
+        if only_main:
+            waiting = [main] if main is not None and start_time(main) is not None else []
+        else:
+            waiting = [pid for pid in _members(inner.pid) if pid not in (inner.pid, main)]
+        if not waiting or time.monotonic() >= deadline:
+            return
+        for pid in waiting:
+            if pid not in told:
+                told.add(pid)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGTERM)
+                    os.kill(pid, signal.SIGCONT)
+        time.sleep(0.005)
+
+
+def _members(inner: int) -> list[int]:
+    """The live processes of the same process namespace."""
+    try:
+        namespace = os.stat(f"/proc/{inner}/ns/pid").st_ino
+    except OSError:
+        return []
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                if os.stat(f"/proc/{name}/ns/pid").st_ino == namespace and start_time(int(name)) is not None:
+                    found.append(int(name))
+    return found
+
+
+def remove_tree(top: Path) -> None:
+    """Remove a tree that hostile code has written: links are never followed, closed directories are opened."""
+    try:
+        parent = os.open(top.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        _remove(parent, top.name)
+    finally:
+        os.close(parent)
+
+
+def _remove(parent: int, name: str) -> None:
+    # A list and not recursion: a sandbox can make directories deeper than the stack.
+    try:
+        os.rmdir(name, dir_fd=parent)
+        return
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        os.unlink(name, dir_fd=parent)
+        return
+    except OSError:
+        pass
+    stack: list[tuple[int, str, list[str]]] = []
+    fd, folders = _clear(parent, name)
+    stack.append((fd, name, folders))
+    while stack:
+        fd, own_name, folders = stack[-1]
+        if folders:
+            child = folders.pop()
+            try:
+                os.rmdir(child, dir_fd=fd)
+            except FileNotFoundError:
+                pass
+            except OSError:
+                below, more = _clear(fd, child)
+                stack.append((below, child, more))
+                if len(stack) > 200:  # descriptors are few: bring what is deeper up here and go on flat
+                    _flatten(stack)
+            continue
+        stack.pop()
+        os.close(fd)
+        above = stack[-1][0] if stack else parent
+        with contextlib.suppress(FileNotFoundError):
+            os.rmdir(own_name, dir_fd=above)
+
+
+def _flatten(stack: list[tuple[int, str, list[str]]]) -> None:
+    top_fd, _, top_folders = stack[0]
+    fd, name, _ = stack[-1]
+    moved = f".deep-{os.urandom(6).hex()}"
+    os.rename(name, moved, src_dir_fd=stack[-2][0], dst_dir_fd=top_fd)
+    os.close(fd)
+    stack.pop()
+    top_folders.append(moved)
+
+
+def _clear(parent: int, name: str) -> tuple[int, list[str]]:
+    """Open a directory, remove what is no directory in it, say which directories there are."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        fd = os.open(name, flags, dir_fd=parent)
+    except PermissionError:
+        os.chmod(name, 0o700, dir_fd=parent)
+        fd = os.open(name, flags, dir_fd=parent)
+    if os.geteuid() != 0 and os.fstat(fd).st_mode & stat.S_IRWXU != stat.S_IRWXU:
+        os.fchmod(fd, 0o700)
+    folders = []
+    with os.scandir(fd) as found:
+        items = [(item.name, item.is_dir(follow_symlinks=False)) for item in found]
+    for child, folder in items:
+        if folder:
+            folders.append(child)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(child, dir_fd=fd)
+    return fd, folders

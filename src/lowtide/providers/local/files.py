@@ -1,0 +1,204 @@
+"""Files of a sandbox: opened inside with its own rights, streamed here through the open descriptor."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import stat as modes
+from collections.abc import AsyncIterable, AsyncIterator
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from lowtide import errors
+from lowtide.providers.base import FileEntry, FileKind
+from lowtide.providers.local.spawner_client import Message, Reply, readable
+
+_CHUNK = 1 << 18
+_PIPE_BYTES = 1 << 20
+
+_CLASSES: dict[int, type[errors.SandboxFileError]] = {
+    errno.ENOENT: errors.SandboxFileNotFoundError,
+    errno.EEXIST: errors.SandboxFileExistsError,
+    errno.EISDIR: errors.SandboxIsADirectoryError,
+    errno.ENOTDIR: errors.SandboxNotADirectoryError,
+    errno.EACCES: errors.SandboxPermissionError,
+    errno.EPERM: errors.SandboxPermissionError,
+    errno.EROFS: errors.SandboxPermissionError,
+}
+
+
+class Caller(Protocol):
+    """How to run one of the spawner's calls inside one sandbox."""
+
+    sandbox_id: str
+
+    async def __call__(self, call: str, fds: list[int], **details: Any) -> Reply: ...
+
+
+def file_error(code: int, why: str, path: str, sandbox_id: str) -> errors.SandboxError:
+    message = f"{path}: {why}"
+    if code in (errno.ENOSPC, errno.EDQUOT):
+        return errors.ResourceExhaustedError(message, provider="local", sandbox_id=sandbox_id)
+    kind = _CLASSES.get(code, errors.SandboxFileError)
+    return kind(message, path=path, provider="local", sandbox_id=sandbox_id)
+
+
+async def answer(reply: Reply, path: str, sandbox_id: str) -> tuple[Message, list[int]]:
+    said = await reply.next()
+    if said is None:
+        raise errors.SandboxUnavailableError(
+            "the file call was cut off", provider="local", sandbox_id=sandbox_id
+        )
+    message, fds = said
+    if "errno" in message:
+        raise file_error(message["errno"], message["why"], path, sandbox_id)
+    return message, fds
+
+
+async def read_file(inside: Caller, path: str) -> AsyncIterator[bytes]:
+    with await inside("read", [], path=path) as reply:
+        _, fds = await answer(reply, path, inside.sandbox_id)
+    with open(fds[0], "rb", buffering=0) as file:
+        while data := file.read(_CHUNK):
+            yield data
+            await asyncio.sleep(0)
+
+
+async def write_file(inside: Caller, path: str, chunks: AsyncIterable[bytes], mode: int | None) -> int:
+    with await inside("write", [], path=path, mode=mode) as reply:
+        _, fds = await answer(reply, path, inside.sandbox_id)
+        written = 0
+        with open(fds[0], "wb", buffering=0) as file:
+            try:
+                async for chunk in chunks:
+                    view = memoryview(chunk)
+                    while view:
+                        count = file.write(view[: 1 << 22])
+                        view = view[count:]
+                        written += count
+                        await asyncio.sleep(0)
+            except OSError as error:
+                if isinstance(error, errors.LowtideError) or error.errno is None:
+                    raise
+                raise file_error(error.errno, os.strerror(error.errno), path, inside.sandbox_id) from error
+        reply.socket.send(b"C")
+        await answer(reply, path, inside.sandbox_id)
+    return written
+
+
+async def stat(inside: Caller, path: str) -> FileEntry:
+    with await inside("stat", [], path=path) as reply:
+        message, _ = await answer(reply, path, inside.sandbox_id)
+    return _entry(message["entry"], path)
+
+
+async def list_dir(inside: Caller, path: str) -> list[FileEntry]:
+    lines = b"".join([chunk async for chunk in _stream_out(inside, "list", path)])
+    top = path.rstrip("/")
+    found = [_entry(fields, f"{top}/{fields[0]}") for fields in map(json.loads, lines.splitlines())]
+    return sorted(found, key=lambda entry: entry.name)
+
+
+async def simple(inside: Caller, call: str, path: str, **details: Any) -> None:
+    with await inside(call, [], path=path, **details) as reply:
+        await answer(reply, path, inside.sandbox_id)
+
+
+def read_tree(inside: Caller, path: str) -> AsyncIterator[bytes]:
+    return _stream_out(inside, "read_tree", path)
+
+
+async def _stream_out(inside: Caller, call: str, path: str) -> AsyncIterator[bytes]:
+    ours, theirs = os.pipe()
+    os.set_blocking(ours, False)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        try:
+            reply = await inside(call, [theirs], path=path)
+        finally:
+            os.close(theirs)
+        with reply:
+            while True:
+                try:
+                    data = os.read(ours, _CHUNK)
+                except BlockingIOError:
+                    await readable(ours)
+                    continue
+                if not data:
+                    break
+                yield data
+            await answer(reply, path, inside.sandbox_id)
+    finally:
+        os.close(ours)
+
+
+async def write_tree(inside: Caller, path: str, chunks: AsyncIterable[bytes]) -> None:
+    theirs, ours = os.pipe()
+    os.set_blocking(ours, False)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        try:
+            reply = await inside("write_tree", [theirs], path=path)
+        finally:
+            os.close(theirs)
+        with reply:
+            try:
+                async for chunk in chunks:
+                    await _write_all(ours, chunk)
+            except BrokenPipeError:
+                pass  # the other end has stopped reading and says why
+            os.close(ours)
+            ours = -1
+            await answer(reply, path, inside.sandbox_id)
+    finally:
+        if ours >= 0:
+            os.close(ours)
+
+
+async def _write_all(fd: int, data: bytes) -> None:
+    loop = asyncio.get_running_loop()
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(fd, view[:_PIPE_BYTES]) :]
+        except BlockingIOError:
+            waiter: asyncio.Future[None] = loop.create_future()
+            loop.add_writer(fd, lambda w=waiter: w.done() or w.set_result(None))  # type: ignore[misc]
+            try:
+                await waiter
+            finally:
+                loop.remove_writer(fd)
+
+
+def _entry(fields: list[Any], path: str) -> FileEntry:
+    name, mode, size, modified, target = fields
+    kind = FileKind.OTHER
+    for test, candidate in (
+        (modes.S_ISREG, FileKind.FILE),
+        (modes.S_ISDIR, FileKind.DIRECTORY),
+        (modes.S_ISLNK, FileKind.SYMLINK),
+    ):
+        if test(mode):
+            kind = candidate
+    return FileEntry(
+        name=name,
+        path=path,
+        kind=kind,
+        size=size,
+        mode=modes.S_IMODE(mode),
+        modified_at=_moment(modified),
+        target=target,
+    )
+
+
+def _moment(seconds: float) -> datetime | None:
+    try:
+        return datetime.fromtimestamp(seconds, UTC)
+    except (OverflowError, ValueError, OSError):
+        return None  # a time no calendar has: the sandbox sets what it likes

@@ -1,0 +1,180 @@
+"""The directory of one sandbox: what it is, which processes are it, whether it lives. No process is needed to read it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lowtide.providers.base import SandboxInfo, SandboxState
+
+_EXITING = 0x4  # PF_EXITING: it runs no code of its own any more
+_NAME_LETTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMark:
+    """One process, never confused with a later one of the same number."""
+
+    pid: int
+    start_time: int
+
+    def alive(self) -> bool:
+        return start_time(self.pid) == self.start_time
+
+    def open(self) -> int | None:
+        """A descriptor of exactly this process, or None when it is gone."""
+        try:
+            fd = os.pidfd_open(self.pid)
+        except OSError:
+            return None
+        if start_time(self.pid) == self.start_time:
+            return fd
+        os.close(fd)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """`LOWTIDE_HOME/local/sandboxes/<sandbox id>`."""
+
+    path: Path
+
+    @property
+    def sandbox_id(self) -> str:
+        return self.path.name
+
+    def spec(self) -> dict[str, Any] | None:
+        """What was asked for, or None when there is no such sandbox (or it is only being made)."""
+        try:
+            loaded = json.loads((self.path / "spec.json").read_bytes())
+        except (OSError, ValueError):
+            return None
+        return loaded if isinstance(loaded, dict) else None
+
+    def processes(self) -> tuple[ProcessMark | None, ProcessMark | None]:
+        """The outer and the inner bwrap, as far as they are known."""
+        try:
+            text = (self.path / "pid").read_text()
+        except OSError:
+            return None, None
+        marks: list[ProcessMark | None] = []
+        for line in text.splitlines():
+            pid, _, start = line.partition(" ")
+            if pid.isdigit() and start.isdigit():
+                marks.append(ProcessMark(int(pid), int(start)))
+        marks += [None, None]
+        return marks[0], marks[1]
+
+    def exit_code(self) -> int | None:
+        """What the main process ended with, when it ended by itself."""
+        try:
+            lines = (self.path / "status").read_text().splitlines()
+        except OSError:
+            return None
+        for line in reversed(lines):
+            try:
+                code = json.loads(line).get("exit-code")
+            except (ValueError, AttributeError):
+                continue
+            if isinstance(code, int):
+                return code
+        return None
+
+    def alive(self, spec: dict[str, Any]) -> bool:
+        outer, inner = self.processes()
+        return (
+            spec.get("boot_id") == boot_id()
+            and outer is not None
+            and outer.alive()
+            and (inner is None or inner.alive())
+        )
+
+    def info(self) -> SandboxInfo | None:
+        spec = self.spec()
+        if spec is None:
+            return None
+        expires = spec.get("expires_at")
+        state, code, reason = SandboxState.RUNNING, None, None
+        if not self.alive(spec):
+            code = self.exit_code()
+            outer, _ = self.processes()
+            age = time.time() - spec.get("created_at", 0.0)
+            if outer is None and code is None and age < 10 and spec.get("boot_id") == boot_id():
+                state = SandboxState.PENDING
+            elif spec.get("boot_id") != boot_id():
+                state, reason = SandboxState.FAILED, "the machine was restarted"
+            elif code == 0:
+                state, reason = SandboxState.COMPLETED, "its main process ended"
+            elif expires is not None and time.time() >= expires - 0.5 and code is None:
+                state, reason = SandboxState.FAILED, "its lifetime is over"
+            else:
+                state = SandboxState.FAILED
+                reason = f"its main process ended with {code}" if code is not None else "it was killed"
+                if _out_of_memory(spec):
+                    reason = "out of memory"
+        return SandboxInfo(
+            sandbox_id=self.sandbox_id,
+            state=state,
+            labels=spec.get("labels", {}),
+            created_at=_moment(spec.get("created_at")),
+            expires_at=_moment(expires),
+            exit_code=code,
+            reason=reason,
+        )
+
+
+def valid_id(sandbox_id: str) -> bool:
+    """Ids are file names here: nothing that leads elsewhere."""
+    return 0 < len(sandbox_id) <= 128 and set(sandbox_id) <= _NAME_LETTERS and not sandbox_id.startswith(".")
+
+
+def places(sandboxes: Path) -> Iterator[Place]:
+    try:
+        names = sorted(os.listdir(sandboxes))
+    except FileNotFoundError:
+        return
+    for name in names:
+        if valid_id(name):
+            yield Place(sandboxes / name)
+
+
+def start_time(pid: int) -> int | None:
+    """Clock ticks since boot, or None when the process is gone or only its end is left."""
+    try:
+        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fields = os.read(fd, 4096).rpartition(b")")[2].split()
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    if not fields or fields[0] in (b"Z", b"X") or int(fields[6]) & _EXITING:
+        return None
+    return int(fields[19])
+
+
+@cache
+def boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+def _moment(seconds: float | None) -> datetime | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC)
+
+
+def _out_of_memory(spec: dict[str, Any]) -> bool:
+    from lowtide.providers.local import cgroups
+
+    return cgroups.out_of_memory(spec.get("cgroups", []))

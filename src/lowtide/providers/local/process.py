@@ -1,0 +1,242 @@
+"""One command in a sandbox, as the engine sees it: pipes, exit, signals, ending its whole tree."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import os
+import struct
+import termios
+from collections.abc import AsyncIterator
+
+from lowtide.errors import SandboxFailedError, SandboxGone, SandboxUnavailableError
+from lowtide.providers.base import STDERR, STDOUT, TerminalSize
+from lowtide.providers.local.place import ProcessMark
+from lowtide.providers.local.spawner_client import Message, Reply, SpawnerClient
+
+_CHUNK = 1 << 16
+
+
+class LocalProcess:
+    """The `ProcessHandle` of the local provider."""
+
+    def __init__(
+        self,
+        *,
+        client: SpawnerClient,
+        reply: Reply,
+        key: int,
+        mark: str,
+        inner: ProcessMark,
+        flags: int,
+        sandbox_id: str,
+        streams: dict[int, int],
+        stdin: int | None,
+    ) -> None:
+        self._client, self._reply, self._key, self._mark = client, reply, key, mark
+        self._inner, self._flags, self._sandbox_id = inner, flags, sandbox_id
+        self._streams = streams  # descriptor -> STDOUT or STDERR
+        self._stdin = stdin
+        self._tty = False
+        self._loop = asyncio.get_running_loop()
+        self._exit: asyncio.Future[int] = self._loop.create_future()
+        self._exit.add_done_callback(lambda done: done.exception())  # nobody has to ask
+        self._wake: asyncio.Event = asyncio.Event()
+        self._loop.add_reader(reply.socket.fileno(), self._on_reply)
+
+    def take_terminal(self, master: int) -> None:
+        os.set_blocking(master, False)
+        self._tty = True
+        self._streams = {master: STDOUT}
+        self._stdin = master
+
+    def _on_reply(self) -> None:
+        try:
+            while not self._exit.done():
+                self._handle(self._reply.take())
+        except BlockingIOError:
+            return
+        self._loop.remove_reader(self._reply.socket.fileno())
+        self._reply.close()
+        self._wake.set()
+
+    def _handle(self, said: tuple[Message, list[int]] | None) -> None:
+        if said is None:
+            self._exit.set_exception(
+                SandboxUnavailableError(
+                    "the spawner that ran this command has ended",
+                    provider="local",
+                    sandbox_id=self._sandbox_id,
+                )
+            )
+            return
+        message, fds = said
+        if "tty" in message:
+            self.take_terminal(fds[0])
+            self._wake.set()
+        elif "errno" in message:
+            self._exit.set_exception(entry_error(message, self._inner, self._sandbox_id))
+        elif "exit" in message:
+            if message["exit"] == 137 and not self._inner.alive():
+                self._exit.set_exception(gone(self._sandbox_id, "the sandbox ended while the command ran"))
+            else:
+                self._exit.set_result(message["exit"])
+
+    async def terminal_ready(self) -> None:
+        while not self._tty and not self._exit.done():
+            await self._wake.wait()
+            self._wake.clear()
+
+    async def output(self) -> AsyncIterator[tuple[int, bytes]]:
+        try:
+            while self._streams:
+                ended = self._exit.done()
+                quiet = True
+                for fd, stream in list(self._streams.items()):
+                    try:
+                        data = os.read(fd, _CHUNK)
+                    except BlockingIOError:
+                        continue
+                    except OSError as error:
+                        if error.errno != errno.EIO:  # a terminal whose last process has gone
+                            raise
+                        data = b""
+                    if data:
+                        quiet = False
+                        yield stream, data
+                    else:
+                        self._drop(fd)
+                if ended and quiet:
+                    break
+                if quiet and self._streams:
+                    await self._more()
+            # The descriptors may be closed long before the end: `sh -c 'exec >&-; sleep 9'`.
+            await asyncio.wait([self._exit])
+        finally:
+            for fd in list(self._streams):
+                if fd != self._stdin:
+                    self._drop(fd)
+
+    async def _more(self) -> None:
+        if self._exit.done():
+            return
+        self._wake.clear()
+        fds = list(self._streams)
+        for fd in fds:
+            self._loop.add_reader(fd, self._wake.set)
+        try:
+            await self._wake.wait()
+        finally:
+            for fd in fds:
+                self._loop.remove_reader(fd)
+
+    def _drop(self, fd: int) -> None:
+        if self._streams.pop(fd, None) is not None:
+            if fd == self._stdin:
+                self._stdin = None
+            os.close(fd)
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._exit)
+
+    async def write_stdin(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            fd = self._stdin
+            if fd is None or self._exit.done():
+                raise BrokenPipeError(errno.EPIPE, "the command's standard input is closed")
+            try:
+                written = os.write(fd, view[:_CHUNK])
+                view = view[written:]
+            except BlockingIOError:
+                await self._writable(fd)
+            except OSError as error:
+                await self.close_stdin()
+                raise BrokenPipeError(errno.EPIPE, "the command's standard input is closed") from error
+
+    async def _writable(self, fd: int) -> None:
+        waiter: asyncio.Future[None] = self._loop.create_future()
+
+        def ready(*_: object) -> None:
+            if not waiter.done():
+                waiter.set_result(None)
+
+        self._loop.add_writer(fd, ready)
+        self._exit.add_done_callback(ready)
+        try:
+            await waiter
+        finally:
+            self._loop.remove_writer(fd)
+            self._exit.remove_done_callback(ready)
+
+    async def close_stdin(self) -> None:
+        fd = self._stdin
+        if fd is None:
+            return
+        if self._tty:
+            with contextlib.suppress(OSError):
+                os.write(fd, b"\x04")  # end of file, as a person types it
+            return
+        self._stdin = None
+        os.close(fd)
+
+    async def resize(self, size: TerminalSize) -> None:
+        if self._tty and self._stdin is not None and not self._exit.done():
+            with contextlib.suppress(OSError):
+                fcntl.ioctl(
+                    self._stdin, termios.TIOCSWINSZ, struct.pack("HHHH", size.rows, size.columns, 0, 0)
+                )
+
+    async def signal(self, number: int) -> None:
+        if not self._exit.done():
+            await self._client.tell({"op": "signal", "key": self._key, "number": number})
+
+    async def terminate(self, grace_seconds: float) -> None:
+        pidfd = self._inner.open()
+        if pidfd is not None:
+            try:
+                message = {
+                    "op": "terminate",
+                    "mark": self._mark,
+                    "grace": grace_seconds,
+                    "flags": self._flags,
+                }
+                with await self._client.request(message, [pidfd]) as reply:
+                    await reply.next()
+            finally:
+                os.close(pidfd)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(10):
+                await asyncio.wait([self._exit])
+
+    async def aclose(self) -> None:
+        if not self._exit.done():
+            self._loop.remove_reader(self._reply.socket.fileno())
+            self._reply.close()
+            self._exit.cancel()
+        self._wake.set()
+        if self._stdin is not None and self._stdin not in self._streams:
+            os.close(self._stdin)
+        self._stdin = None
+        for fd in list(self._streams):
+            self._drop(fd)
+
+
+def gone(sandbox_id: str, message: str = "the sandbox has ended", reason: str = "ended") -> SandboxGone:
+    return SandboxGone(message, reason=reason, provider="local", sandbox_id=sandbox_id)
+
+
+def entry_error(message: Message, inner: ProcessMark, sandbox_id: str) -> Exception:
+    if message["errno"] == errno.ESRCH or not inner.alive():
+        return gone(sandbox_id)
+    return SandboxFailedError(
+        f"could not enter the sandbox: {message['why']}",
+        provider="local",
+        sandbox_id=sandbox_id,
+        reason="enter",
+    )
+
+
+__all__ = ["STDERR", "STDOUT", "LocalProcess", "entry_error", "gone"]
