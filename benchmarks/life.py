@@ -1,0 +1,71 @@
+"""How long a sandbox's life and one command in it take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.measure import Comparison, interleave, timed
+from benchmarks.raw import RawBubblewrap, nsenter, run
+from lowtide import Sandbox
+
+
+def whole_life(home: Path, samples: int) -> Comparison:
+    def ours() -> float:
+        def life() -> None:
+            sandbox = Sandbox.run(provider="local")
+            sandbox.exec(["true"]).result()
+            sandbox.stop().result()
+
+        return timed(life)
+
+    ours()  # builds the shared layer that the raw one uses too
+    bubblewrap = RawBubblewrap(home)
+
+    def raw() -> float:
+        argv = bubblewrap.argv("true")
+        return timed(lambda: run(argv))
+
+    try:
+        mine, theirs = interleave(ours, raw, samples=samples)
+    finally:
+        bubblewrap.close()
+    return Comparison(
+        name="life",
+        what="`Sandbox.run()` to the first exec's result, to `stop()`",
+        against="raw bubblewrap with the same mounts running the same command",
+        limit=2.0,
+        unit="ms",
+        ours=mine,
+        raw=theirs,
+        details={},
+    )
+
+
+def one_command(home: Path, samples: int) -> Comparison:
+    with Sandbox.run(provider="local") as sandbox:
+        sandbox.wait()
+        argv = nsenter(first_process(home, sandbox), "true")
+        mine, theirs = interleave(
+            lambda: timed(lambda: sandbox.exec(["true"]).result()),
+            lambda: timed(lambda: run(argv)),
+            samples=samples,
+        )
+    return Comparison(
+        name="exec",
+        what='`exec(["true"])` in a running sandbox',
+        against="raw `nsenter` by `subprocess.run`",
+        limit=1.6,
+        unit="ms",
+        ours=mine,
+        raw=theirs,
+        details={},
+    )
+
+
+def first_process(home: Path, sandbox: Sandbox) -> int:
+    """The host's pid of the sandbox's PID 1."""
+    from lowtide.providers.local.place import Place
+
+    _, inner = Place(home / "local" / "sandboxes" / str(sandbox.sandbox_id)).processes()
+    assert inner is not None
+    return inner.pid

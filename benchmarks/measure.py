@@ -1,0 +1,77 @@
+"""Measuring two things side by side: interleaved samples, medians, one ratio."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One row of the table. `ours` and `raw` are samples in the same unit."""
+
+    name: str
+    what: str
+    against: str
+    limit: float
+    unit: str
+    ours: tuple[float, ...]
+    raw: tuple[float, ...]
+    details: dict[str, Any]
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.ours) / statistics.median(self.raw)
+
+    @property
+    def met(self) -> bool:
+        return self.ratio <= self.limit
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "what": self.what,
+            "against": self.against,
+            "unit": self.unit,
+            "ours": _summary(self.ours),
+            "raw": _summary(self.raw),
+            "ratio": round(self.ratio, 3),
+            "limit": self.limit,
+            "met": self.met,
+            "details": self.details,
+        }
+
+
+def interleave(
+    ours: Callable[[], float], raw: Callable[[], float], *, samples: int, warm_up: int = 3
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Take samples in turn, and in changing order, so that drift of the machine falls on both alike."""
+    mine: list[float] = []
+    theirs: list[float] = []
+    for n in range(-warm_up, samples):
+        pair = [(ours, mine), (raw, theirs)]
+        for measure, into in pair if n % 2 else reversed(pair):
+            value = measure()
+            if n >= 0:
+                into.append(value)
+    return tuple(mine), tuple(theirs)
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Milliseconds on the clock."""
+    start = time.perf_counter()
+    work()
+    return (time.perf_counter() - start) * 1000
+
+
+def _summary(samples: tuple[float, ...]) -> dict[str, Any]:
+    ordered = sorted(samples)
+    return {
+        "median": round(statistics.median(ordered), 4),
+        "p10": round(ordered[len(ordered) // 10], 4),
+        "p90": round(ordered[len(ordered) * 9 // 10], 4),
+        "samples": len(ordered),
+    }
