@@ -1,0 +1,109 @@
+"""The matrix's fixtures, and its table: cases, leaks, wrongly ended, rows lost, slowest clean-up."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.crash.world import World
+
+PROVIDERS = os.environ.get("LOWTIDE_CRASH_PROVIDERS", "faulty,local").split(",")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/crash" in str(item.path):
+            item.add_marker(pytest.mark.crash)
+
+
+@pytest.fixture(params=PROVIDERS)
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path, request.param)
+    yield world
+    world.close()
+    request.node.user_properties.append(
+        (
+            "crash",
+            {
+                "group": request.node.path.stem.removeprefix("test_"),
+                "provider": request.param,
+                "slowest": world.slowest,
+                "cases": world.cases,
+            },
+        )
+    )
+
+
+@pytest.fixture
+def peer(world: World) -> Iterator[None]:
+    """A live neighbour under the same ledger; it must not notice anything."""
+    actor = world.start_peer()
+    yield
+    world.end_peer(actor)
+    world.wait_until_clean()
+
+
+_cases: list[dict[str, Any]] = []
+_failures: list[tuple[str, str]] = []
+_KINDS = {"leaks": "leaked after", "wrongly ended": "wrongly ended", "rows lost": "rows lost"}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if "tests/crash" not in report.nodeid:
+        return
+    if report.when == "teardown":
+        _cases.extend(value for name, value in report.user_properties if name == "crash")
+    if report.failed:
+        text = str(report.longrepr)
+        kind = next((kind for kind, mark in _KINDS.items() if mark in text), "other")
+        _failures.append((Path(report.nodeid.split("::")[0]).stem.removeprefix("test_"), kind))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    rows: dict[tuple[str, str], dict[str, Any]] = defaultdict(
+        lambda: {"cases": 0, **dict.fromkeys(_KINDS, 0), "other": 0, "slowest": 0.0}
+    )
+    for case in _cases:
+        row = rows[case["group"], case["provider"]]
+        row["cases"] += case["cases"]
+        row["slowest"] = max(row["slowest"], case["slowest"])
+    for group, kind in _failures:
+        rows[group, "failed"][kind] += 1
+    if not rows:
+        return
+    terminalreporter.section("crash matrix")
+    head = (
+        "instants",
+        "provider",
+        "cases",
+        "leaks",
+        "wrongly ended",
+        "rows lost",
+        "other",
+        "slowest clean-up",
+    )
+    terminalreporter.write_line("| " + " | ".join(head) + " |")
+    terminalreporter.write_line("|" + "---|" * len(head))
+    for (group, provider), row in sorted(rows.items()):
+        cells = (
+            group,
+            provider,
+            row["cases"],
+            row["leaks"],
+            row["wrongly ended"],
+            row["rows lost"],
+            row["other"],
+            f"{row['slowest']:.2f} s",
+        )
+        terminalreporter.write_line("| " + " | ".join(map(str, cells)) + " |")
+    path = os.environ.get("LOWTIDE_CRASH_JSON")
+    if path:
+        Path(path).write_text(
+            json.dumps([{"group": g, "provider": p, **row} for (g, p), row in rows.items()], indent=1)
+        )

@@ -1,0 +1,227 @@
+"""One world per test: a state directory, a service, a live neighbour, and the account of what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lowtide.lifecycle.guardian_link import connect
+from lowtide.lifecycle.lease import LeaseState
+from lowtide.providers import registry
+from lowtide.providers.base import LABEL_PREFIX, Provider
+from lowtide.testing.faulty import FaultyService
+
+ACTOR = Path(__file__).with_name("actor.py")
+BOUND_SECONDS = 20.0
+"""Longer than any stated bound on a loaded machine; what really passed is in the table."""
+
+
+@dataclass(slots=True)
+class Actor:
+    """A process of ours, by its own Popen."""
+
+    process: subprocess.Popen[bytes]
+    lines: list[str] = field(default_factory=list)
+    _rest: bytes = b""
+
+    def until(self, word: str, seconds: float = 60.0) -> str:
+        """The first line that starts with `word`; lines before it are kept."""
+        deadline = time.monotonic() + seconds
+        while True:
+            for line in self.lines:
+                if line.split()[:1] == [word]:
+                    return line
+            left = deadline - time.monotonic()
+            assert left > 0, f"no {word} within {seconds:g} s; said {self.lines}"
+            stdout = self.process.stdout
+            assert stdout is not None
+            if select.select([stdout], [], [], min(left, 1.0))[0]:
+                data = os.read(stdout.fileno(), 65536)
+                if not data:
+                    raise EOFError(f"it ended without {word}; said {self.lines}, exit {self.process.wait()}")
+                *whole, self._rest = (self._rest + data).split(b"\n")
+                self.lines += [line.decode() for line in whole]
+
+    def made(self) -> set[str]:
+        return {line.split()[1] for line in self.lines if line.startswith("MADE ")}
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def wait(self, seconds: float = 60.0) -> int:
+        return self.process.wait(seconds)
+
+    def drain(self) -> None:
+        """Read what is left to read, after the end."""
+        stdout = self.process.stdout
+        if stdout is not None and not stdout.closed:
+            self.lines += (self._rest + stdout.read()).decode().splitlines()
+            stdout.close()
+
+
+class World:
+    """A home, a service behind the provider, and the actors in it."""
+
+    def __init__(self, directory: Path, provider: str) -> None:
+        self.home = directory / "h"
+        self.home.mkdir(mode=0o700)
+        self.provider_name = provider
+        self.service = FaultyService(directory / "service")
+        self.environ = {
+            **os.environ,
+            "LOWTIDE_HOME": str(self.home),
+            "LOWTIDE_FAULTY_DIR": str(self.service.directory),
+        }
+        for name in ("LOWTIDE_CRASH_AT", "LOWTIDE_GUARDIAN_CRASH_AT", "LOWTIDE_KEEP"):
+            self.environ.pop(name, None)
+        self.actors: list[Actor] = []
+        self.spared: set[str] = set()
+        self.slowest = 0.0
+        self.cases = 1
+
+    def start(self, scenario: str, count: int = 2, **environ: str) -> Actor:
+        process = subprocess.Popen(
+            [sys.executable, str(ACTOR), self.provider_name, scenario, str(count)],
+            env={**self.environ, **environ},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if not os.environ.get("CRASH_STDERR") else None,
+        )
+        actor = Actor(process)
+        self.actors.append(actor)
+        return actor
+
+    def start_peer(self) -> Actor:
+        actor = self.start("peer", 2)
+        actor.until("READY")
+        self.spared |= actor.made()
+        return actor
+
+    def end_peer(self, actor: Actor) -> None:
+        """The neighbour still works, and ends by itself."""
+        assert actor.process.stdin is not None
+        actor.process.stdin.write(b"\n")
+        actor.process.stdin.flush()
+        answer = actor.until("ALIVE")
+        lost = [line for line in actor.lines if line.startswith("LOST")]
+        assert answer == f"ALIVE {len(actor.made())}", f"wrongly ended: {lost}"
+        assert actor.wait() == 0
+        self.spared -= actor.made()
+
+    # The account.
+
+    def provider(self) -> Provider:
+        return registry.provider_class(self.provider_name).connect(self.environ)
+
+    def existing(self) -> set[str]:
+        """Everything the provider shows that was made under this world's ledger."""
+        if self.provider_name == "faulty":
+            return set(self.service.sandboxes())
+        return asyncio.run(self._list())
+
+    async def _list(self) -> set[str]:
+        provider = self.provider()
+        try:
+            labels = {LABEL_PREFIX + "ledger": self.ledger_id()}
+            return {info.sandbox_id async for info in provider.list(labels)}
+        finally:
+            await provider.aclose()
+
+    def ledger_id(self) -> str:
+        return str(self._query("SELECT value FROM meta WHERE key='ledger_id'")[0][0])
+
+    def rows(self) -> list[tuple[str, str, int]]:
+        """(lease id, state, owner's pid) of every row."""
+        return [(str(a), str(b), int(c)) for a, b, c in self._query("SELECT lease_id, state, pid FROM lease")]
+
+    def _query(self, query: str) -> list[tuple[Any, ...]]:
+        path = self.home / "ledger.db"
+        if not path.exists():
+            return []
+        with sqlite3.connect(path, timeout=20) as db:
+            return db.execute(query).fetchall()
+
+    def open_rows(self) -> list[tuple[str, str, int]]:
+        settled = {LeaseState.GONE, LeaseState.HANDED_OVER}
+        return [row for row in self.rows() if row[1] not in settled and row[0] not in self.spared]
+
+    def wait_until_clean(self, seconds: float = BOUND_SECONDS) -> float:
+        """Nothing exists but the neighbour's, every other row is settled. How long that took."""
+        started = time.monotonic()
+        while True:
+            left, rows = self.existing() - self.spared, self.open_rows()
+            took = time.monotonic() - started
+            if not left and not rows:
+                self.slowest = max(self.slowest, took)
+                return took
+            assert took < seconds, (
+                f"leaked after {seconds:g} s: {sorted(left)}; rows {rows}; {self.log()[-2000:]}"
+            )
+            time.sleep(0.03)
+
+    def check_rows(self, ids: set[str]) -> None:
+        """Every sandbox somebody was told about has its row."""
+        known = {row[0] for row in self.rows()}
+        known |= {str(row[0]) for row in self._query("SELECT sandbox_id FROM lease") if row[0]}
+        assert ids <= known, f"rows lost: {ids - known}"
+
+    # The guardian.
+
+    def guardian(self, seconds: float = 15.0) -> int:
+        """Its pid, once it answers."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            link = connect(self.home)
+            if link is not None:
+                with link:
+                    link.settimeout(5)
+                    link.sendall(b'{"status": true}\n')
+                    data = link.recv(65536)
+                if data:
+                    return int(json.loads(data)["pid"])
+            time.sleep(0.02)
+        raise AssertionError(f"no guardian within {seconds:g} s; {self.log()[-2000:]}")
+
+    def kill_guardian(self) -> int:
+        pid = self.guardian()
+        os.kill(pid, signal.SIGKILL)
+        while os.path.exists(f"/proc/{pid}/stat"):
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] in "ZX":
+                    break
+            time.sleep(0.005)
+        return pid
+
+    def log(self) -> str:
+        path = self.home / "guardian.log"
+        return path.read_text() if path.exists() else ""
+
+    def sweep(self) -> None:
+        """What the next lowtide process or `lowtide sweep` does."""
+        program = "import sys; from lowtide.cli import main; sys.argv[1:] = ['sweep', '--provider', sys.argv[1]]; main()"
+        subprocess.run(
+            [sys.executable, "-c", program, self.provider_name],
+            env=self.environ,
+            check=True,
+            capture_output=True,
+            timeout=120,
+        )
+
+    def close(self) -> None:
+        for actor in self.actors:
+            if actor.process.poll() is None:
+                actor.kill()
+            for stream in (actor.process.stdin, actor.process.stdout):
+                if stream is not None:
+                    stream.close()
