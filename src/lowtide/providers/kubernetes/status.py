@@ -1,0 +1,146 @@
+"""What a Pod's status means: its state, why it will never run, why it ended. No I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from lowtide.providers.base import Labels, SandboxInfo, SandboxState
+from lowtide.providers.kubernetes.manifest import CONTAINER
+
+Json = dict[str, Any]
+
+# Reasons with which a container waits while all is well; everything else it waits with is trouble.
+_PROGRESS = frozenset({"ContainerCreating", "PodInitializing", ""})
+
+# Kubernetes' words for an end, in lowtide's.
+_ENDS = {
+    "DeadlineExceeded": "expired",
+    "Evicted": "evicted",
+    "Preempting": "evicted",
+    "OOMKilled": "oom",
+    "NodeLost": "node-lost",
+    "NodeShutdown": "node-shutdown",
+    "Shutdown": "node-shutdown",
+    "Terminated": "node-shutdown",
+    "Completed": "exited",
+    "Error": "exited",
+    "ContainerCannotRun": "failed",
+    "StartError": "failed",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """Why a pod does not run: Kubernetes' own reason and message."""
+
+    reason: str
+    message: str
+    ended: bool = False
+    """True when it ran, or was to run, and is over; False when it cannot start."""
+
+
+def is_ours(thing: Json) -> bool:
+    return Labels.from_dict(thing["metadata"].get("labels") or {}) is not None
+
+
+def info(pod: Json, sandbox_id: str) -> SandboxInfo:
+    meta, status = pod["metadata"], pod.get("status") or {}
+    problem = trouble(pod)
+    ended = _terminated(status)
+    return SandboxInfo(
+        sandbox_id=sandbox_id,
+        state=_state(pod),
+        labels=meta.get("labels") or {},
+        created_at=_time(meta.get("creationTimestamp")),
+        expires_at=_expiry(pod),
+        exit_code=ended.get("exitCode") if ended else None,
+        reason=f"{problem.reason}: {problem.message}" if problem else None,
+    )
+
+
+def running(pod: Json) -> bool:
+    if pod["metadata"].get("deletionTimestamp") or (pod.get("status") or {}).get("phase") != "Running":
+        return False
+    return "running" in (_container(pod["status"]).get("state") or {})
+
+
+def all_terminated(pod: Json) -> bool:
+    """The node itself has said that no container of this pod runs any more."""
+    statuses = (pod.get("status") or {}).get("containerStatuses") or []
+    return bool(statuses) and all("terminated" in (one.get("state") or {}) for one in statuses)
+
+
+def unschedulable(pod: Json) -> Trouble | None:
+    for condition in (pod.get("status") or {}).get("conditions") or []:
+        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+            return Trouble(
+                reason=condition.get("reason") or "Unschedulable",
+                message=condition.get("message") or "no node takes it",
+            )
+    return None
+
+
+def trouble(pod: Json) -> Trouble | None:
+    """Why commands cannot run in it, now and for good; None while it runs or may still start."""
+    meta, status = pod["metadata"], pod.get("status") or {}
+    ended = _terminated(status)
+    if status.get("phase") in ("Failed", "Succeeded"):
+        reason = status.get("reason") or (ended or {}).get("reason") or str(status["phase"])
+        return Trouble(reason=reason, message=_message(status, ended), ended=True)
+    if ended:
+        return Trouble(reason=ended.get("reason") or "Error", message=_message(status, ended), ended=True)
+    if meta.get("deletionTimestamp"):
+        return Trouble(reason="Deleted", message="it is being deleted", ended=True)
+    waiting = (_container(status).get("state") or {}).get("waiting") or {}
+    if waiting.get("reason", "") not in _PROGRESS:
+        return Trouble(reason=waiting["reason"], message=waiting.get("message") or waiting["reason"])
+    return unschedulable(pod)
+
+
+def word(reason: str) -> str:
+    """The reason of a `SandboxGone`."""
+    return _ENDS.get(reason, reason.lower())
+
+
+def _state(pod: Json) -> SandboxState:
+    phase = (pod.get("status") or {}).get("phase")
+    if phase == "Succeeded":
+        return SandboxState.COMPLETED
+    if phase == "Failed":
+        return SandboxState.FAILED
+    if pod["metadata"].get("deletionTimestamp"):
+        return SandboxState.ENDING
+    if phase == "Pending":
+        return SandboxState.PENDING
+    return SandboxState.RUNNING
+
+
+def _container(status: Json) -> Json:
+    for one in status.get("containerStatuses") or []:
+        if one.get("name") == CONTAINER:
+            return dict(one)
+    return {}
+
+
+def _terminated(status: Json) -> Json | None:
+    return (_container(status).get("state") or {}).get("terminated")
+
+
+def _message(status: Json, ended: Json | None) -> str:
+    parts = [status.get("message"), (ended or {}).get("message")]
+    if ended and ended.get("exitCode") is not None:
+        parts.append(f"its main process ended with exit code {ended['exitCode']}")
+    return "; ".join(str(part).strip() for part in parts if part) or "no message"
+
+
+def _time(text: str | None) -> datetime | None:
+    return datetime.fromisoformat(text) if text else None
+
+
+def _expiry(pod: Json) -> datetime | None:
+    """The deadline counts from when the node took the pod; until then this is the earliest it can be."""
+    seconds = pod["spec"].get("activeDeadlineSeconds")
+    begin = _time((pod.get("status") or {}).get("startTime") or pod["metadata"].get("creationTimestamp"))
+    return begin + timedelta(seconds=seconds) if seconds is not None and begin is not None else None
