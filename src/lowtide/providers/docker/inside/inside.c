@@ -4,7 +4,7 @@
  * without a shell, and it is mounted read-only. Built by `build.py` beside it.
  *
  *   init SECONDS [COMMAND...]        PID 1: reaps, passes signals on, and ends everything at the deadline
- *   run TOKEN TTY CWD COMMAND...     the parent of one command: says its exit code in-band, adopts its orphans
+ *   run TOKEN -|tROWSxCOLUMNS CWD COMMAND...   the parent of one command: says its exit code in-band, adopts its orphans
  *   signal TOKEN NUMBER              to the process group of that command
  *   end TOKEN GRACE_MS               TERM, grace, KILL to everything that descends from it
  *   read PATH | write PATH MODE | stat PATH | list PATH | mkdir PATH | remove PATH RECURSIVE
@@ -252,6 +252,13 @@ static void run(char **argv)
 	int tty = argv[1][0] == 't';
 	block_signals(1);
 	K(prctl, PR_SET_CHILD_SUBREAPER, 1);
+	if (tty) { /* before the command can ask for it */
+		const char *by = argv[1] + 1;
+		unsigned short size[4] = {number(by), 0, 0, 0};
+		while (*by && *by != 'x') by++;
+		if (*by) size[1] = number(by + 1);
+		K(ioctl, 0, TIOCSWINSZ, size);
+	}
 	long child = K(clone, SIGCHLD);
 	if (child == 0) {
 		if (tty) {
@@ -361,10 +368,10 @@ static int find_run(const char *token, long *child)
 	return 0;
 }
 
-static int send(const char *token, int which)
+static long send(const char *token, int which)
 {
 	long child;
-	if (!find_run(token, &child)) return 3;
+	if (!find_run(token, &child)) return -ESRCH;
 	if (K(kill, -child, which) < 0) K(kill, child, which);
 	return 0;
 }
@@ -396,11 +403,11 @@ static int each_descendant(int root, int which)
 	return living;
 }
 
-static int end(const char *token, long grace_ms)
+static long end(const char *token, long grace_ms)
 {
 	long child, start = now_ms();
 	int parent, root = find_run(token, &child);
-	if (!root) return 3;
+	if (!root) return -ESRCH;
 	K(kill, root, SIGUSR1);
 	if (grace_ms > 0) {
 		each_descendant(root, SIGTERM);
@@ -413,7 +420,7 @@ static int end(const char *token, long grace_ms)
 		if (!living && (!state || state == 'Z' || state == 'X')) return 0;
 		/* Nothing under it and it does not go: somebody stopped it. */
 		if (!living && over && now_ms() - start > grace_ms + 1000) K(kill, root, SIGKILL);
-		if (now_ms() - start > grace_ms + 30000) return 4;
+		if (now_ms() - start > grace_ms + 30000) return -ETIMEDOUT;
 		sleep_ms(pause);
 	}
 }
@@ -428,6 +435,13 @@ static __attribute__((noreturn)) void fail(long error)
 	char out[32];
 	put(put_number(put(out, "error "), -error), "\n");
 	say(1, out);
+	leave(0);
+}
+
+static __attribute__((noreturn)) void finish(long error)
+{
+	if (error < 0) fail(error);
+	say(1, "ok\n");
 	leave(0);
 }
 
@@ -641,9 +655,7 @@ static void remove_path(char *path, int recursive)
 	if ((s.stx_mode & S_IFMT) != S_IFDIR) error = K(unlinkat, AT_CWD, path, 0);
 	else if (recursive) error = remove_under(AT_CWD, path, 0);
 	else error = K(unlinkat, AT_CWD, path, AT_REMOVEDIR);
-	if (error < 0) fail(error);
-	say(1, "ok\n");
-	leave(0);
+	finish(error);
 }
 
 /* -- connect: a TCP port of the container -------------------------------------------------------- */
@@ -687,8 +699,8 @@ __attribute__((used)) void begin(long *stack)
 		if (same(what, "run") && argc > 5) run(argv + 2);
 		u64 pipe = 1UL << (SIGPIPE - 1);
 		K(rt_sigprocmask, SIG_BLOCK, &pipe, 0, 8);
-		if (same(what, "signal") && argc > 3) leave(send(argv[2], number(argv[3])));
-		if (same(what, "end") && argc > 3) leave(end(argv[2], number(argv[3])));
+		if (same(what, "signal") && argc > 3) finish(send(argv[2], number(argv[3])));
+		if (same(what, "end") && argc > 3) finish(end(argv[2], number(argv[3])));
 		if (same(what, "read")) read_file(argv[2]);
 		if (same(what, "write") && argc > 3) write_file(argv[2], argv[3]);
 		if (same(what, "list")) list(argv[2]);
@@ -703,10 +715,7 @@ __attribute__((used)) void begin(long *stack)
 		}
 		if (same(what, "mkdir")) {
 			strip(argv[2]);
-			long error = make_dirs(argv[2], 1);
-			if (error < 0) fail(error);
-			say(1, "ok\n");
-			leave(0);
+			finish(make_dirs(argv[2], 1));
 		}
 		if (same(what, "remove") && argc > 3) remove_path(argv[2], argv[3][0] == 'r');
 		if (same(what, "connect")) pass_on(number(argv[2]));

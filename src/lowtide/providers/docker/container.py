@@ -1,0 +1,192 @@
+"""Sandbox spec to container, container to sandbox info. Pure data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from lowtide.errors import UnsupportedError
+from lowtide.providers.base import Labels, NetworkMode, SandboxInfo, SandboxSpec, SandboxState
+from lowtide.providers.docker import inside
+from lowtide.providers.docker.options import DockerOptions
+
+DEFAULT_PIDS = 4096
+LIFETIME_LABEL = "lowtide-docker-lifetime"
+
+
+def create_body(spec: SandboxSpec, image: str, *, volume: str, publish: bool) -> dict[str, Any]:
+    """The create call's body: identity, lifetime and limits are all inside this one request."""
+    options: DockerOptions = spec.options or DockerOptions()
+    limits, network = spec.limits, spec.network
+    if network is not None and network.mode is NetworkMode.ALLOW:
+        raise UnsupportedError(
+            "the docker provider has no allow-list for the network",
+            provider="docker",
+            argument="network",
+            feature="network-allow",
+            alternative='network="none" or "full", or the local provider',
+        )
+    if limits.disk_bytes is not None:
+        raise UnsupportedError(
+            "the docker provider cannot limit the disk on every storage driver",
+            provider="docker",
+            argument="resources",
+            feature="disk-limit",
+            alternative="a tmpfs of the wanted size with read_only_root, or the local provider",
+        )
+    full = network is not None and network.mode is NetworkMode.FULL
+    lifetime = math.ceil(spec.lifetime_seconds) if spec.lifetime_seconds else 0
+    host: dict[str, Any] = {
+        "AutoRemove": True,
+        "NetworkMode": "bridge" if full else "none",
+        "PidsLimit": limits.pids or DEFAULT_PIDS,
+        "ReadonlyRootfs": options.read_only_root,
+        "CapDrop": list(options.drop_capabilities),
+        "CapAdd": list(options.add_capabilities),
+        "SecurityOpt": ["no-new-privileges"] if options.no_new_privileges else [],
+        "Mounts": [
+            volume_mount(volume, read_only=True),
+            *({"Type": "bind", "Source": m.source, "Target": m.target, "ReadOnly": m.read_only} for m in options.mounts),
+        ],
+        "LogConfig": {"Type": "json-file", "Config": {"max-size": "10m"}},
+    }
+    if options.tmpfs:
+        host["Tmpfs"] = dict(options.tmpfs)
+    if options.runtime:
+        host["Runtime"] = options.runtime
+    if options.shm_bytes:
+        host["ShmSize"] = options.shm_bytes
+    if limits.memory_bytes:
+        host["Memory"] = host["MemorySwap"] = limits.memory_bytes
+    if limits.cpu:
+        host["NanoCpus"] = int(limits.cpu * 1e9)
+    body: dict[str, Any] = {
+        "Image": image,
+        # Our PID 1 reaps, passes signals on and holds the lifetime: the engine's own --init could be
+        # stopped beside it, and is not installed everywhere.
+        "Entrypoint": [inside.PROGRAM, "init", str(lifetime)],
+        "Cmd": list(spec.command or ()),
+        "Env": [f"{k}={v}" for k, v in spec.environment.items()],
+        "Labels": {**spec.labels.as_dict(), LIFETIME_LABEL: str(lifetime)},
+        "OpenStdin": True,  # how the lifetime is renewed
+        "StopSignal": "SIGTERM",
+        "Healthcheck": {"Test": ["NONE"]},
+        "HostConfig": host,
+    }
+    if spec.working_dir:
+        body["WorkingDir"] = spec.working_dir
+    if options.user:
+        body["User"] = options.user
+    if publish and full and spec.ports:
+        body["ExposedPorts"] = {f"{port}/tcp": {} for port in spec.ports}
+        host["PortBindings"] = {f"{port}/tcp": [{"HostIp": "127.0.0.1", "HostPort": ""}] for port in spec.ports}
+    return body
+
+
+def carrier_body(spec: SandboxSpec, image: str, *, volume: str) -> dict[str, Any]:
+    """A container that is never started: through it the program gets into its volume."""
+    return {
+        "Image": image,
+        "Entrypoint": [inside.PROGRAM],
+        "Cmd": [],
+        "Labels": spec.labels.as_dict(),
+        "HostConfig": {"NetworkMode": "none", "Mounts": [volume_mount(volume, read_only=False)]},
+    }
+
+
+def volume_mount(volume: str, *, read_only: bool) -> dict[str, Any]:
+    return {
+        "Type": "volume",
+        "Source": volume,
+        "Target": inside.DIRECTORY,
+        "ReadOnly": read_only,
+        "VolumeOptions": {"NoCopy": True, "Labels": {inside.CACHE_LABEL: "inside"}},
+    }
+
+
+_STATES = {
+    "created": SandboxState.PENDING,
+    "configured": SandboxState.PENDING,
+    "initialized": SandboxState.PENDING,
+    "running": SandboxState.RUNNING,
+    "restarting": SandboxState.RUNNING,
+    "paused": SandboxState.PAUSED,
+    "removing": SandboxState.ENDING,
+    "stopping": SandboxState.ENDING,
+    "dead": SandboxState.FAILED,
+}
+
+
+def own_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
+    """The container's labels without those that a snapshot's image carries over (we blank them there)."""
+    return {k: v for k, v in (labels or {}).items() if v or not k.startswith("lowtide-")}
+
+
+def from_inspect(answer: Mapping[str, Any]) -> SandboxInfo | None:
+    """None for a container that is not one of our sandboxes: name and full label set must agree."""
+    labels = own_labels(answer.get("Config", {}).get("Labels"))
+    name = str(answer.get("Name", "")).lstrip("/")
+    if not _ours(name, labels):
+        return None
+    state = answer.get("State", {})
+    code = state.get("ExitCode")
+    known = _STATES.get(str(state.get("Status", "")).lower())
+    reason = None
+    if known is None:
+        known = SandboxState.COMPLETED if code == 0 else SandboxState.FAILED
+        reason = "oom" if state.get("OOMKilled") else "expired" if code == inside.EXPIRED else state.get("Error") or "exited"
+    created = _time(answer.get("Created"))
+    return SandboxInfo(
+        sandbox_id=name,
+        state=known,
+        labels=labels,
+        created_at=created,
+        exit_code=code if known in (SandboxState.COMPLETED, SandboxState.FAILED) else None,
+        reason=reason,
+    )
+
+
+def from_list(answer: Mapping[str, Any]) -> SandboxInfo | None:
+    labels = own_labels(answer.get("Labels"))
+    for name in answer.get("Names") or ():
+        name = str(name).lstrip("/")
+        if _ours(name, labels):
+            break
+    else:
+        return None
+    word = str(answer.get("State", "")).lower()
+    state = _STATES.get(word)
+    if state is None:
+        state = SandboxState.COMPLETED if "(0)" in str(answer.get("Status", "")) else SandboxState.FAILED
+    created = answer.get("Created")
+    when = datetime.fromtimestamp(created, UTC) if isinstance(created, int | float) else _time(created)
+    return SandboxInfo(sandbox_id=name, state=state, labels=labels, created_at=when)
+
+
+def _ours(name: str, labels: Mapping[str, str]) -> bool:
+    full = Labels.from_dict(labels)
+    return full is not None and name in (full.lease_id, carrier_name(full.lease_id))
+
+
+def carrier_name(lease_id: str) -> str:
+    return f"{lease_id}-carrier"
+
+
+def created_now(spec: SandboxSpec) -> SandboxInfo:
+    now = datetime.now(UTC)
+    return SandboxInfo(
+        sandbox_id=spec.lease_id,
+        state=SandboxState.RUNNING,
+        labels=spec.labels.as_dict(),
+        created_at=now,
+        expires_at=now + timedelta(seconds=math.ceil(spec.lifetime_seconds)) if spec.lifetime_seconds else None,
+    )
+
+
+def _time(text: Any) -> datetime | None:
+    try:
+        return datetime.fromisoformat(str(text)).astimezone(UTC)
+    except ValueError:
+        return None

@@ -1,0 +1,135 @@
+"""Where the engine listens, and which engine that is."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import os
+import socket
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from lowtide.errors import AuthenticationError, LowtideError, SandboxUnavailableError, UnsupportedError, ValidationError
+
+KEEP = ("DOCKER_HOST", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH", "DOCKER_CONFIG", "LOWTIDE_DOCKER_IMAGE")
+"""The variables with which another process reaches the same engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """A Docker API address: a Unix socket or host and port."""
+
+    url: str
+    socket_path: str | None = None
+    host: str | None = None
+    port: int | None = None
+    cert_path: str | None = None
+    """Where ca.pem, cert.pem and key.pem are, when TLS is on."""
+
+    @property
+    def local(self) -> bool:
+        """On this machine, so that what it publishes on its loopback can be reached from here."""
+        return self.socket_path is not None
+
+    def ssl_context(self) -> ssl.SSLContext | None:
+        if self.cert_path is None:
+            return None
+        directory = Path(self.cert_path)
+        context = ssl.create_default_context(cafile=str(directory / "ca.pem"))
+        context.load_cert_chain(str(directory / "cert.pem"), str(directory / "key.pem"))
+        return context
+
+
+def resolve(environ: Mapping[str, str]) -> Endpoint:
+    """DOCKER_HOST, else the current docker context, else the usual sockets of Docker and Podman."""
+    url = environ.get("DOCKER_HOST") or _from_context(environ)
+    if not url:
+        runtime = environ.get("XDG_RUNTIME_DIR", f"/run/user/{os.getuid()}")
+        usual = ("/var/run/docker.sock", f"{runtime}/docker.sock", f"{runtime}/podman/podman.sock", "/run/podman/podman.sock")
+        url = "unix://" + next((path for path in usual if Path(path).is_socket()), usual[0])
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return Endpoint(url=url, socket_path=parts.path or parts.netloc)
+    if parts.scheme in ("tcp", "http", "https") and parts.hostname:
+        tls = parts.scheme == "https" or environ.get("DOCKER_TLS_VERIFY", "") not in ("", "0")
+        certs = environ.get("DOCKER_CERT_PATH") or str(Path.home() / ".docker") if tls else None
+        return Endpoint(url=url, host=parts.hostname, port=parts.port or (2376 if tls else 2375), cert_path=certs)
+    if parts.scheme == "ssh":
+        raise UnsupportedError(
+            f"the docker provider does not speak ssh ({url})",
+            provider="docker",
+            argument="DOCKER_HOST",
+            feature="ssh",
+            alternative="forward the socket (ssh -L /tmp/docker.sock:/var/run/docker.sock HOST) and set DOCKER_HOST=unix:///tmp/docker.sock",
+        )
+    raise ValidationError(f"DOCKER_HOST is unix://PATH or tcp://HOST:PORT, not {url!r}", argument="DOCKER_HOST", provider="docker")
+
+
+def _from_context(environ: Mapping[str, str]) -> str | None:
+    directory = Path(environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
+    try:
+        name = environ.get("DOCKER_CONTEXT") or json.loads((directory / "config.json").read_text()).get("currentContext")
+        if not name or name == "default":
+            return None
+        meta = directory / "contexts" / "meta" / hashlib.sha256(name.encode()).hexdigest() / "meta.json"
+        host = json.loads(meta.read_text())["Endpoints"]["docker"]["Host"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return str(host) if host else None
+
+
+def fingerprint(endpoint: Endpoint, machine: str) -> str:
+    """Endpoint and engine id, so that another engine behind the same socket is another account."""
+    place = f"{machine}|{endpoint.url}" if endpoint.local else endpoint.url
+    return hashlib.sha256(f"{place}|{_engine_id(endpoint)}".encode()).hexdigest()[:16]
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str) -> None:
+        super().__init__("docker", timeout=10)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def _engine_id(endpoint: Endpoint) -> str:
+    """Blocking and without the SDK: the lease wants it before anything is sent."""
+    connection: http.client.HTTPConnection
+    if endpoint.socket_path is not None:
+        connection = _UnixConnection(endpoint.socket_path)
+    elif (context := endpoint.ssl_context()) is not None:
+        connection = http.client.HTTPSConnection(str(endpoint.host), endpoint.port, timeout=10, context=context)
+    else:
+        connection = http.client.HTTPConnection(str(endpoint.host), endpoint.port, timeout=10)
+    try:
+        connection.request("GET", "/info")
+        answer = connection.getresponse()
+        if answer.headers.get("Libpod-Api-Version"):
+            return "podman"  # Podman makes up a new id for each answer
+        return str(json.loads(answer.read()).get("ID", ""))
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise unreachable(endpoint, error) from error
+    finally:
+        connection.close()
+
+
+def unreachable(endpoint: Endpoint, error: BaseException) -> LowtideError:
+    """What to say when the engine cannot be reached."""
+    if isinstance(error, PermissionError):
+        return AuthenticationError(
+            f"no permission on the engine's socket {endpoint.url}: join the group that owns it (usually `docker`), "
+            "or run a rootless engine and set DOCKER_HOST to its socket",
+            provider="docker",
+        )
+    return SandboxUnavailableError(
+        f"no container engine answers at {endpoint.url} ({error}): start Docker or `podman system service`, "
+        "or set DOCKER_HOST to where it listens",
+        provider="docker",
+    )

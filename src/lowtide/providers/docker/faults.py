@@ -1,0 +1,122 @@
+"""Maps what the engine answers to lowtide's errors, in one place."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lowtide.errors import (
+    AuthenticationError,
+    LowtideError,
+    RateLimitError,
+    RequestTimeoutError,
+    ResourceExhaustedError,
+    SandboxError,
+    SandboxFailedError,
+    SandboxFileError,
+    SandboxFileExistsError,
+    SandboxFileNotFoundError,
+    SandboxIsADirectoryError,
+    SandboxNotADirectoryError,
+    SandboxNotFoundError,
+    SandboxPermissionError,
+    SandboxUnavailableError,
+    ValidationError,
+)
+from lowtide.providers.docker.endpoint import Endpoint, unreachable
+
+_FILE_ERRORS: dict[int, type[SandboxFileError]] = {
+    errno.ENOENT: SandboxFileNotFoundError,
+    errno.EEXIST: SandboxFileExistsError,
+    errno.EISDIR: SandboxIsADirectoryError,
+    errno.ENOTDIR: SandboxNotADirectoryError,
+    errno.EACCES: SandboxPermissionError,
+    errno.EPERM: SandboxPermissionError,
+    errno.EROFS: SandboxPermissionError,
+}
+_FILE_WORDS = {
+    errno.ENOENT: "no such file or directory",
+    errno.EEXIST: "already exists",
+    errno.EISDIR: "is a directory",
+    errno.ENOTDIR: "is not a directory",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "not permitted",
+    errno.EROFS: "read-only file system",
+    errno.ENOTEMPTY: "directory is not empty",
+    errno.EINVAL: "is not a regular file",
+    errno.ELOOP: "too many links",
+    errno.ENAMETOOLONG: "name is too long",
+    errno.EPIPE: "the transfer was cut short",
+}
+
+
+def file_error(number: int, path: str, sandbox_id: str) -> LowtideError:
+    """The error for a number that the program inside gave."""
+    words = _FILE_WORDS.get(number, errno.errorcode.get(number, f"error {number}"))
+    context: dict[str, Any] = {"provider": "docker", "sandbox_id": sandbox_id}
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+        return ResourceExhaustedError(f"{path}: the sandbox has no space left", **context)
+    return _FILE_ERRORS.get(number, SandboxFileError)(f"{path}: {words}", path=path, **context)
+
+
+@contextmanager
+def translated(endpoint: Endpoint, sandbox_id: str | None = None) -> Iterator[None]:
+    """Around every call to the engine."""
+    import aiodocker
+    import aiohttp
+
+    try:
+        yield
+    except aiodocker.DockerError as error:
+        raise from_engine(endpoint, error, sandbox_id) from error
+    except (TimeoutError, asyncio.TimeoutError) as error:
+        if isinstance(error, LowtideError):
+            raise
+        raise RequestTimeoutError("the engine did not answer in time", provider="docker", sandbox_id=sandbox_id) from error
+    except aiohttp.ClientConnectorError as error:
+        raise unreachable(endpoint, error.os_error) from error
+    except (aiohttp.ClientError, ConnectionError) as error:
+        if isinstance(error, LowtideError):
+            raise
+        raise _cut(error, sandbox_id) from error
+    except OSError as error:
+        if isinstance(error, LowtideError):
+            raise
+        raise unreachable(endpoint, error) from error
+
+
+def _cut(error: BaseException, sandbox_id: str | None) -> SandboxUnavailableError:
+    return SandboxUnavailableError(
+        f"the connection to the engine broke: {error or type(error).__name__}", provider="docker", sandbox_id=sandbox_id
+    )
+
+
+def from_engine(endpoint: Endpoint, error: Any, sandbox_id: str | None) -> LowtideError:
+    """`error` is an aiodocker.DockerError: a status and the engine's own words."""
+    status, words = int(error.status), str(error.message).strip()
+    low = words.lower()
+    context: dict[str, Any] = {"provider": "docker", "sandbox_id": sandbox_id}
+    if status == 900:  # aiodocker's own: no answer at all
+        cause = error.__context__
+        refused = getattr(cause, "os_error", None)
+        return unreachable(endpoint, refused) if refused is not None else _cut(cause or error, sandbox_id)
+    if "no space left on device" in low or "resource temporarily unavailable" in low or "cannot allocate memory" in low:
+        return ResourceExhaustedError(f"the engine is out of space, memory or processes: {words}", **context)
+    if status in (401, 403) or "authentication required" in low or "unauthorized" in low:
+        return AuthenticationError(f"the engine or the registry refused: {words}", **context)
+    if status == 404 and "image" in low and "container" not in low:
+        return SandboxFailedError(f"the image is not there: {words}", reason="image-missing", **context)
+    if status == 404:
+        return SandboxNotFoundError(f"no such sandbox: {words}", **context)
+    if status == 429 or "toomanyrequests" in low:
+        return RateLimitError(f"asked to slow down: {words}", **context)
+    if "unable to find user" in low or "no matching entries in passwd" in low or "unable to find group" in low:
+        return ValidationError(f"the image knows no such user: {words}", argument="user", **context)
+    if status == 400:
+        return ValidationError(f"the engine refused the request: {words}", **context)
+    if status in (502, 503, 504):
+        return SandboxUnavailableError(f"the engine is not available: {words}", **context)
+    return SandboxError(f"the engine failed ({status}): {words}", retryable=status >= 500, **context)

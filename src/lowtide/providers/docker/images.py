@@ -1,0 +1,166 @@
+"""Images on the engine: pulled with progress, committed as snapshots."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowtide.errors import AuthenticationError, LowtideError, SandboxError, SandboxFailedError
+from lowtide.providers.base import LABEL_PREFIX
+from lowtide.providers.docker.client import EngineClient
+
+SNAPSHOT_LABEL = "lowtide-snapshot"
+SNAPSHOT_REPOSITORY = "lowtide-snapshot"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullProgress:
+    """One step of a pull, for whoever shows it."""
+
+    image: str
+    layer: str | None
+    status: str
+    current_bytes: int | None = None
+    total_bytes: int | None = None
+
+
+def split_reference(reference: str) -> tuple[str, str]:
+    """Name and tag or digest. Without one the engine would fetch every tag there is."""
+    if "@" in reference:
+        name, _, digest = reference.partition("@")
+        return name, digest
+    head, colon, tag = reference.rpartition(":")
+    return (head, tag) if colon and "/" not in tag else (reference, "latest")
+
+
+async def pull(
+    client: EngineClient, reference: str, config_directory: Path, on_progress: Callable[[PullProgress], None] | None = None
+) -> None:
+    name, tag = split_reference(reference)
+    registry = name.split("/", 1)[0] if "/" in name and re.search(r"[.:]|^localhost$", name.split("/", 1)[0]) else "docker.io"
+    headers = {}
+    login = await credentials(config_directory, registry)
+    if login:
+        headers["X-Registry-Auth"] = base64.urlsafe_b64encode(json.dumps(login).encode()).decode()
+    options = {"fromImage": name, "tag": tag}
+    try:
+        with client.translated():
+            async with client.stream("POST", "images/create", params=options, headers=headers) as answer:
+                async for line in answer.content:
+                    if line.strip():
+                        _step(reference, json.loads(line), on_progress)
+    except SandboxFailedError:
+        raise
+    except AuthenticationError as error:
+        raise AuthenticationError(
+            f"{registry} refused to give {reference}: log in with `docker login {registry}` ({error})", provider="docker"
+        ) from error
+    except LowtideError as error:
+        if error.retryable:
+            raise
+        raise _not_pulled(reference, str(error)) from error
+
+
+def _step(reference: str, step: dict[str, Any], on_progress: Callable[[PullProgress], None] | None) -> None:
+    if "error" in step:
+        raise _not_pulled(reference, str(step["error"]))
+    if on_progress is not None:
+        detail = step.get("progressDetail") or {}
+        on_progress(
+            PullProgress(
+                image=reference,
+                layer=step.get("id"),
+                status=str(step.get("status", "")),
+                current_bytes=detail.get("current"),
+                total_bytes=detail.get("total"),
+            )
+        )
+
+
+def _not_pulled(reference: str, words: str) -> SandboxFailedError:
+    return SandboxFailedError(
+        f"the image {reference} is not on the engine and could not be pulled: {words}", reason="image-pull", provider="docker"
+    )
+
+
+async def credentials(config_directory: Path, registry: str) -> dict[str, str] | None:
+    """The user's docker login for a registry: from config.json or the credential program it names."""
+    try:
+        config = json.loads((config_directory / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    names = (registry, f"https://{registry}") if registry != "docker.io" else ("https://index.docker.io/v1/", "docker.io")
+    for name in names:
+        program = config.get("credHelpers", {}).get(name) or config.get("credsStore")
+        if program and (login := await _ask_program(str(program), name)):
+            return login
+        entry = config.get("auths", {}).get(name)
+        if entry and entry.get("auth"):
+            user, _, password = base64.b64decode(entry["auth"]).decode().partition(":")
+            if entry.get("identitytoken"):
+                return {"identitytoken": entry["identitytoken"], "serveraddress": name}
+            return {"username": user, "password": password, "serveraddress": name}
+    return None
+
+
+async def _ask_program(program: str, registry: str) -> dict[str, str] | None:
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", program):
+        return None
+    try:
+        process = await asyncio.create_subprocess_exec(
+            f"docker-credential-{program}", "get", stdin=-1, stdout=-1, stderr=-3, env=dict(os.environ)
+        )
+        answer, _ = await asyncio.wait_for(process.communicate(registry.encode()), 30)
+        login = json.loads(answer)
+    except (OSError, ValueError, TimeoutError):
+        return None
+    if login.get("Username") == "<token>":
+        return {"identitytoken": login["Secret"], "serveraddress": registry}
+    return {"username": login["Username"], "password": login["Secret"], "serveraddress": registry} if "Secret" in login else None
+
+
+async def commit(client: EngineClient, sandbox_id: str, name: str, labels: dict[str, str]) -> str:
+    """Make an image of the container's files; the id is what `SandboxSpec.snapshot` takes."""
+    # The engine copies the container's labels to the image, and from there to each container made from
+    # it: blanked, or a new sandbox would carry the old one's tags.
+    blank = {key: "" for key in labels if key.startswith(LABEL_PREFIX)}
+    tag = name if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", name) else hashlib.sha256(name.encode()).hexdigest()[:24]
+    with client.translated(sandbox_id):
+        answer = await client.container(sandbox_id).commit(
+            repository=SNAPSHOT_REPOSITORY, tag=tag, config={"Labels": {**blank, SNAPSHOT_LABEL: name}}, pause=True
+        )
+    identity = str(answer.get("Id") or answer.get("ID"))
+    return identity if identity.startswith("sha256:") else f"sha256:{identity}"
+
+
+async def delete_snapshot(client: EngineClient, snapshot_id: str) -> bool:
+    """Only what we committed: other images are not ours to remove."""
+    import aiodocker
+
+    with client.translated():
+        try:
+            answer = await client.docker.images.inspect(snapshot_id)
+            if not (answer.get("Config", {}).get("Labels") or {}).get(SNAPSHOT_LABEL):
+                return False
+            await client.docker.images.delete(snapshot_id, force=False)
+        except aiodocker.DockerError as error:
+            if error.status == 404:
+                return False
+            if error.status == 409:
+                raise SandboxError(f"snapshot {snapshot_id} is in use: {error.message}", provider="docker") from error
+            raise
+    return True
+
+
+async def list_snapshots(client: EngineClient) -> Sequence[str]:
+    with client.translated():
+        answer = await client.docker.images.list(filters={"label": [SNAPSHOT_LABEL]})
+    return [str(image["Id"]) for image in answer]
