@@ -34,6 +34,8 @@ class Lifeline:
         self.report: EndReport | None = None
         self.session: str | None = None
         self.session_closed = False
+        self.working_dir: str | None = None
+        """Where commands start, once somebody had to know."""
         self._given = provider
         self._provider = provider
         self._is_ready = False

@@ -426,7 +426,8 @@ class Sandbox:
         """Write chunks as they come; returns the number of bytes. An iterable is read in a worker thread."""
         from lowtide import files
 
-        return self._file_call(path, lambda p, i, where: files.write_chunks(p, i, where, data, size, mode))
+        chunks = files.chunks_of(data)
+        return self._file_call(path, lambda p, i, where: files.write_chunks(p, i, where, chunks, size, mode))
 
     def upload(self, local: str | os.PathLike[str], remote: str) -> Operation[Transfer]:
         """Copy a file, or a whole directory, into the sandbox; the size is verified.

@@ -1,0 +1,247 @@
+"""Directory trees as tar streams. What comes out of a sandbox is hostile and is unpacked accordingly.
+
+The standard library's ``data`` filter is not enough here: it trusts ``realpath``, which long chains of
+links have defeated before. Here no link is ever followed: every directory is opened from its parent
+without following links, links are made last, and only those that provably stay inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import stat
+import tarfile
+from collections.abc import Callable, Iterable, Iterator
+from typing import IO, NamedTuple, cast
+
+_BLOCK = 1 << 20
+_MAX_HEADER_BYTES = 1 << 20
+_EXTENDED = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+_LONG = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Tree(NamedTuple):
+    """What was packed or unpacked."""
+
+    files: int
+    bytes: int
+    skipped: tuple[str, ...]
+
+
+def pack(directory: str, write: Callable[[bytes], object]) -> Tree:
+    """Write the content of `directory` as a tar stream. Links stay links; sockets and devices are skipped."""
+    files = size = 0
+    skipped: list[str] = []
+    with tarfile.open(mode="w|", fileobj=cast("IO[bytes]", _Sink(write)), bufsize=_BLOCK) as tar:
+        for path, name in _walk(directory):
+            info = tar.gettarinfo(path, name)
+            if info is None or not (info.isreg() or info.isdir() or info.issym() or info.islnk()):
+                skipped.append(name)
+                continue
+            info.uid = info.gid = 0
+            info.uname = info.gname = ""
+            if info.isreg():
+                with open(path, "rb") as file:
+                    tar.addfile(info, file)
+                files += 1
+                size += info.size
+            else:
+                tar.addfile(info)
+                files += info.islnk()
+    return Tree(files, size, tuple(skipped))
+
+
+def unpack(chunks: Iterable[bytes], directory: str) -> Tree:
+    """Unpack a tar stream into `directory`, which must be empty and ours alone. Raises tarfile.TarError."""
+    root = os.open(directory, _DIRECTORY)
+    try:
+        return _Unpacking(root).run(chunks)
+    finally:
+        os.close(root)
+
+
+def merge(source: str, target: str) -> None:
+    """Move what `source` holds into `target`, replacing files but following no link there."""
+    for entry in list(os.scandir(source)):
+        there = os.path.join(target, entry.name)
+        try:
+            mode: int | None = os.lstat(there).st_mode
+        except FileNotFoundError:
+            mode = None
+        if not entry.is_dir(follow_symlinks=False):
+            if mode is not None and stat.S_ISDIR(mode):
+                raise IsADirectoryError(f"{there} is a directory; a file was to take its place")
+            os.replace(entry.path, there)
+        elif mode is None:
+            os.rename(entry.path, there)
+        elif stat.S_ISDIR(mode):
+            merge(entry.path, there)
+        else:
+            raise NotADirectoryError(f"{there} is no directory; a directory was to take its place")
+
+
+class _Unpacking:
+    def __init__(self, root: int) -> None:
+        self._root = root
+        self._files = self._bytes = 0
+        self._skipped: list[str] = []
+        self._links: list[tuple[list[str], str]] = []
+
+    def run(self, chunks: Iterable[bytes]) -> Tree:
+        source = cast("IO[bytes]", _Source(chunks))
+        with tarfile.open(mode="r|", fileobj=source, bufsize=_BLOCK, tarinfo=_CarefulInfo) as tar:
+            for member in tar:
+                tar.members = []  # type: ignore[attr-defined]  # a stream needs no index, and a hostile one is endless
+                parts = [part for part in member.name.split("/") if part not in ("", ".")]
+                if ".." in parts or "\0" in member.name:
+                    self._skipped.append(member.name)
+                    continue
+                try:
+                    self._take(tar, member, parts)
+                except (NotADirectoryError, FileExistsError, FileNotFoundError, _LinkInTheWay):
+                    self._skipped.append(member.name)
+        for parts, target in self._links:
+            self._make_link(parts, target)
+        return Tree(self._files, self._bytes, tuple(self._skipped))
+
+    def _take(self, tar: tarfile.TarFile, member: tarfile.TarInfo, parts: list[str]) -> None:
+        if member.isdir():
+            with self._directory(parts) as fd:
+                if parts:
+                    os.fchmod(fd, (member.mode & 0o777) | 0o700)
+        elif not parts:
+            raise FileExistsError
+        elif member.isreg():
+            content = tar.extractfile(member)
+            if content is None:
+                raise FileNotFoundError
+            with self._directory(parts[:-1]) as parent:
+                fd = os.open(parts[-1], _NEW_FILE, 0o600, dir_fd=parent)
+                with open(fd, "wb") as file:
+                    shutil.copyfileobj(content, file, _BLOCK)
+                    os.fchmod(fd, (member.mode & 0o777) | 0o600)
+                    os.utime(fd, (member.mtime, member.mtime))
+            self._files += 1
+            self._bytes += member.size
+        elif member.islnk():
+            self._make_hard_link(
+                parts, [part for part in member.linkname.split("/") if part not in ("", ".")]
+            )
+        elif member.issym() and _stays_inside(parts, member.linkname):
+            self._links.append((parts, member.linkname))
+        else:
+            self._skipped.append(member.name)
+
+    @contextlib.contextmanager
+    def _directory(self, parts: list[str]) -> Iterator[int]:
+        """The directory of that name, made where it is missing, reached without following a link."""
+        fd = os.dup(self._root)
+        try:
+            for part in parts:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, 0o700, dir_fd=fd)
+                try:
+                    below = os.open(part, _DIRECTORY, dir_fd=fd)
+                except OSError as error:
+                    raise _LinkInTheWay(part) from error
+                os.close(fd)
+                fd = below
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _make_hard_link(self, parts: list[str], target: list[str]) -> None:
+        if not target or ".." in target:
+            raise FileNotFoundError
+        with self._directory(target[:-1]) as there, self._directory(parts[:-1]) as here:
+            if not stat.S_ISREG(os.stat(target[-1], dir_fd=there, follow_symlinks=False).st_mode):
+                raise FileNotFoundError
+            os.link(target[-1], parts[-1], src_dir_fd=there, dst_dir_fd=here, follow_symlinks=False)
+        self._files += 1
+
+    def _make_link(self, parts: list[str], target: str) -> None:
+        try:
+            with self._directory(parts[:-1]) as parent:
+                os.symlink(target, parts[-1], dir_fd=parent)
+        except (OSError, _LinkInTheWay):
+            self._skipped.append("/".join(parts))
+
+
+class _LinkInTheWay(Exception):
+    """Something that is no directory stands where one was meant."""
+
+
+def _stays_inside(parts: list[str], target: str) -> bool:
+    """Steps up only at the start, and no more of them than the link lies deep.
+
+    A step up after a name could climb out through another link, so it is not allowed at all. What is
+    left leads to real directories of the tree, or to links of which the same holds.
+    """
+    if not target or target.startswith("/") or "\0" in target:
+        return False
+    steps = [step for step in target.split("/") if step not in ("", ".")]
+    up = next((n for n, step in enumerate(steps) if step != ".."), len(steps))
+    return up < len(parts) and ".." not in steps[up:]
+
+
+class _CarefulInfo(tarfile.TarInfo):
+    """Refuses the headers that would be read into memory whole, whatever size they claim."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _CarefulInfo:
+        info = super().frombuf(buf, encoding, errors)
+        if info.type in (*_EXTENDED, *_LONG) and info.size > _MAX_HEADER_BYTES:
+            raise tarfile.ReadError("a header claims to be larger than any name can be")
+        if info.type == tarfile.GNUTYPE_SPARSE:
+            raise tarfile.ReadError("sparse files are not taken")
+        return info
+
+
+class _Source(io.RawIOBase):
+    """Chunks as a file that tarfile reads."""
+
+    def __init__(self, chunks: Iterable[bytes]) -> None:
+        self._chunks = iter(chunks)
+        self._rest = memoryview(b"")
+
+    def read(self, size: int = -1) -> bytes:
+        pieces: list[bytes] = []
+        while size > 0:
+            if not self._rest:
+                chunk = next(self._chunks, None)
+                if chunk is None:
+                    break
+                self._rest = memoryview(chunk)
+            piece = self._rest[:size]
+            self._rest = self._rest[len(piece) :]
+            size -= len(piece)
+            pieces.append(bytes(piece))
+        return b"".join(pieces)
+
+
+class _Sink(io.RawIOBase):
+    """What tarfile writes, handed on."""
+
+    def __init__(self, write: Callable[[bytes], object]) -> None:
+        self._hand_on = write
+
+    def write(self, data: object) -> int:
+        block = bytes(cast("bytes", data))
+        self._hand_on(block)
+        return len(block)
+
+
+def _walk(directory: str) -> Iterator[tuple[str, str]]:
+    """(path, name inside the tree), parents first; links are not followed."""
+    waiting = [(directory, "")]
+    while waiting:
+        path, prefix = waiting.pop()
+        for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
+            name = f"{prefix}{entry.name}"
+            yield entry.path, name
+            if entry.is_dir(follow_symlinks=False):
+                waiting.append((entry.path, name + "/"))
