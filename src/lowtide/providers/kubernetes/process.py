@@ -65,6 +65,7 @@ class PodProcess:
         self._ends: dict[int, int] = {}
         self._pid: int | None = None
         self._status: str | None = None
+        self._early: list[tuple[int, bytes]] = []
         self._input_closed = False
         self._input_broken = False
         self._writing = asyncio.Lock()
@@ -282,23 +283,28 @@ class PodProcess:
         if stream in self._ends:
             return  # from a background job that still holds the stream
         clean, marks = self._streams[stream].feed(data)
-        if clean:
-            if self._pid is None:
-                # Before the shell has spoken: the runtime's own message that it could not be started.
-                self._status = (self._status or "") + clean.decode(errors="replace")
-            else:
-                await self._chunks.put((stream, clean))
         for text in marks:
-            kind, value = text[:1], text[1:]
-            if kind == "+" and value.isdigit():
-                self._pid = int(value)
-                _resolve(self._started)
-            elif kind == "?":
-                _resolve(self._ready)
-            elif kind == "!":
-                self._input_broken = True
-            elif kind == "=" and value.isdigit():
-                self._ends[stream] = int(value)
+            self._heed(stream, text)
+        if clean:
+            self._early.append((stream, clean))
+        # Until the shell has spoken this may be the runtime's word that there is none. The two streams
+        # do not keep each other's order, so the command's own first bytes can come before that too.
+        if self._pid is not None:
+            early, self._early = self._early, []
+            for chunk in early:
+                await self._chunks.put(chunk)
+
+    def _heed(self, stream: int, text: str) -> None:
+        kind, value = text[:1], text[1:]
+        if kind == "+" and value.isdigit():
+            self._pid = int(value)
+            _resolve(self._started)
+        elif kind == "?":
+            _resolve(self._ready)
+        elif kind == "!":
+            self._input_broken = True
+        elif kind == "=" and value.isdigit():
+            self._ends[stream] = int(value)
 
     def _finished(self) -> bool:
         if self._wrapping is None:
@@ -316,9 +322,12 @@ class PodProcess:
         for number, stream in self._streams.items():
             if rest := stream.rest():
                 await self._chunks.put((number, rest))
-        if self._wrapping is not None and self._pid is None and _no_shell(self._status):
-            self._fail(NoShell(self._status))
-            return
+        if self._wrapping is not None and self._pid is None:
+            early = b"".join(data for _, data in self._early).decode(errors="replace")
+            self._status = f"{early}{self._status or ''}"
+            if _no_shell(self._status):
+                self._fail(NoShell(self._status))
+                return
         gone = await self._explain()
         if gone is not None:
             self._fail(gone)

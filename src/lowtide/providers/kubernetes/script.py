@@ -50,7 +50,7 @@ class Wrapping:
 
     def command(self, spec: ProcessSpec) -> bytes:
         """The line for one command."""
-        run = f"({self._tagged()};{_entered(spec)};exec {_exec(spec)})"
+        run = f"({self._tagged()};{_entered(spec)};exec {_exec(spec)}) 2>&4 4>&-"
         if spec.tty is not None:
             return self._line(
                 f"{_CATCH};{_size(spec.tty)};{self._begin()};{run};{self._end(tty=True)};{self._hold()}"
@@ -65,7 +65,7 @@ class Wrapping:
     def text(self, script: str) -> bytes:
         """The line for a script of ours that reads the frames itself (`frame` and `F` as in `feed`)."""
         return self._line(
-            f"{_CATCH};{self._begin()};({self._tagged()};{script});{self._end()};{self._hold()}"
+            f"{_CATCH};{self._begin()};({self._tagged()};{script}) 2>&4 4>&-;{self._end()};{self._hold()}"
         )
 
     def quit(self) -> bytes:
@@ -79,10 +79,11 @@ class Wrapping:
         return text.encode("utf-8", "surrogateescape") + b"\n"
 
     def _begin(self) -> str:
-        return f"M={quoted(self.mark)};printf '%s+%s;' \"$M\" $$"
+        # The shell's own standard error goes nowhere: it would say "Killed" where the command said nothing.
+        return f"exec 4>&2 2>/dev/null;M={quoted(self.mark)};printf '%s+%s;' \"$M\" $$"
 
     def _end(self, *, tty: bool = False) -> str:
-        errors = "" if tty else "printf '%s=%s;' \"$M\" $C >&2;"
+        errors = "" if tty else "printf '%s=%s;' \"$M\" $C >&4;"
         return f"C=$?;{errors}printf '%s=%s;' \"$M\" $C"
 
     def _hold(self) -> str:
@@ -90,7 +91,7 @@ class Wrapping:
 
     def _feed(self) -> str:
         # After the reader has closed its end, say so once; what was under way is dropped.
-        broken = "{ printf '%s!;' \"$M\" >&2;exit 0; }"
+        broken = "{ printf '%s!;' \"$M\" >&4;exit 0; }"
         return f"while IFS= read -r F;do case $F in 0|q) exit 0;;esac;{FRAME}||{broken};done"
 
     def _tagged(self) -> str:
@@ -118,7 +119,7 @@ def quoted(text: str) -> str:
 def signal(group: int, number: int, tag: int) -> str:
     """To the command's group; SIGKILL one by one, because the shell that reports the exit code is in it too."""
     if number != 9:
-        return f"kill -{number} -- -{group} 2>/dev/null;exit 0"
+        return f"kill -s {number} -- -{group} 2>/dev/null;exit 0"
     return f"{_alive(tag)};n=0;while alive {group} && [ $n -lt 200 ];do kill -9 $P 2>/dev/null;n=$((n+1));sleep 0.01;done;exit 0"
 
 
