@@ -168,8 +168,8 @@ def task_cancelled_while_creating() -> None:
 def swallowed_interrupt() -> None:
     """A notebook or REPL: the first Ctrl+C is caught, work goes on, the program ends normally."""
     make()
-    say("READY")
     try:
+        say("READY")
         time.sleep(600)
     except KeyboardInterrupt:
         say("SWALLOWED")

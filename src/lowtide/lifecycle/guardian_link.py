@@ -61,16 +61,19 @@ class GuardianLink:
 
     async def _link(self) -> None:
         """Until connected: launch and try. A launched guardian is up within a fraction of a second."""
-        delay = 0.02
+        loop = asyncio.get_running_loop()
+        patience = 0.7
+        again_at = loop.time() + patience
         try:
-            for attempt in range(1, 200):
-                await asyncio.sleep(delay)
+            while patience < 60:
+                await asyncio.sleep(min(patience / 20, 0.5))
                 self._reap()
                 if self._try_to_connect():
                     return
-                delay = min(delay * 1.3, 1.0)
-                if attempt % 25 == 0:
+                if loop.time() > again_at:  # it died on its way up, or the one before is only leaving
                     self._launch()
+                    patience *= 1.6
+                    again_at = loop.time() + patience
             log.error(
                 "no guardian could be started; after a crash, sandboxes are ended by the next lowtide process"
             )

@@ -236,11 +236,11 @@ class FaultyProvider:
                 provider=self.name,
                 sandbox_id=sandbox_id,
             )
-        record = self._read(sandbox_id)
-        with contextlib.suppress(FileNotFoundError):
-            _path(self._directory, sandbox_id).unlink()
+        with _locked(self._directory):
+            there = any(record["id"] == sandbox_id for record in _records(self._directory))
+            _path(self._directory, sandbox_id).unlink(missing_ok=True)
         _die_if(fault, "committed")
-        return record is not None
+        return there
 
     async def renew(self, sandbox_id: str, lifetime_seconds: float) -> datetime | None:
         await self._maybe("renew")
