@@ -83,7 +83,8 @@ class EngineClient:
         if self.endpoint.socket_path is not None:
             await self.loop.create_unix_connection(lambda: connection, self.endpoint.socket_path)
         else:
-            await self.loop.create_connection(lambda: connection, self.endpoint.host, self.endpoint.port, ssl=self._ssl)
+            host, port = str(self.endpoint.host), self.endpoint.port or 0
+            await self.loop.create_connection(lambda: connection, host, port, ssl=self._ssl)
         data = json.dumps(body).encode() if body is not None else b""
         connection.request(
             f"POST /{API_VERSION}/{path} HTTP/1.1\r\nHost: docker\r\nContent-Type: application/json\r\n"
@@ -183,7 +184,11 @@ class RawStream(asyncio.Protocol):
             await asyncio.shield(self._can_write)
 
     def write_eof(self) -> None:
-        if self._transport is not None and not self._transport.is_closing() and self._transport.can_write_eof():
+        if (
+            self._transport is not None
+            and not self._transport.is_closing()
+            and self._transport.can_write_eof()
+        ):
             self._transport.write_eof()
 
     def close(self) -> None:

@@ -48,7 +48,10 @@ def create_body(spec: SandboxSpec, image: str, *, volume: str, publish: bool) ->
         "SecurityOpt": ["no-new-privileges"] if options.no_new_privileges else [],
         "Mounts": [
             volume_mount(volume, read_only=True),
-            *({"Type": "bind", "Source": m.source, "Target": m.target, "ReadOnly": m.read_only} for m in options.mounts),
+            *(
+                {"Type": "bind", "Source": m.source, "Target": m.target, "ReadOnly": m.read_only}
+                for m in options.mounts
+            ),
         ],
         "LogConfig": {"Type": "json-file", "Config": {"max-size": "10m"}},
     }
@@ -81,7 +84,9 @@ def create_body(spec: SandboxSpec, image: str, *, volume: str, publish: bool) ->
         body["User"] = options.user
     if publish and full and spec.ports:
         body["ExposedPorts"] = {f"{port}/tcp": {} for port in spec.ports}
-        host["PortBindings"] = {f"{port}/tcp": [{"HostIp": "127.0.0.1", "HostPort": ""}] for port in spec.ports}
+        host["PortBindings"] = {
+            f"{port}/tcp": [{"HostIp": "127.0.0.1", "HostPort": ""}] for port in spec.ports
+        }
     return body
 
 
@@ -120,7 +125,7 @@ _STATES = {
 
 
 def own_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
-    """The container's labels without those that a snapshot's image carries over (we blank them there)."""
+    """The container's labels without those that it has from a snapshot's image (blanked by create)."""
     return {k: v for k, v in (labels or {}).items() if v or not k.startswith("lowtide-")}
 
 
@@ -136,7 +141,13 @@ def from_inspect(answer: Mapping[str, Any]) -> SandboxInfo | None:
     reason = None
     if known is None:
         known = SandboxState.COMPLETED if code == 0 else SandboxState.FAILED
-        reason = "oom" if state.get("OOMKilled") else "expired" if code == inside.EXPIRED else state.get("Error") or "exited"
+        reason = (
+            "oom"
+            if state.get("OOMKilled")
+            else "expired"
+            if code == inside.EXPIRED
+            else state.get("Error") or "exited"
+        )
     created = _time(answer.get("Created"))
     return SandboxInfo(
         sandbox_id=name,
@@ -181,7 +192,9 @@ def created_now(spec: SandboxSpec) -> SandboxInfo:
         state=SandboxState.RUNNING,
         labels=spec.labels.as_dict(),
         created_at=now,
-        expires_at=now + timedelta(seconds=math.ceil(spec.lifetime_seconds)) if spec.lifetime_seconds else None,
+        expires_at=now + timedelta(seconds=math.ceil(spec.lifetime_seconds))
+        if spec.lifetime_seconds
+        else None,
     )
 
 

@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from lowtide.errors import AuthenticationError, LowtideError, SandboxUnavailableError, UnsupportedError, ValidationError
+from lowtide.errors import (
+    AuthenticationError,
+    LowtideError,
+    SandboxUnavailableError,
+    UnsupportedError,
+    ValidationError,
+)
 
 KEEP = ("DOCKER_HOST", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH", "DOCKER_CONFIG", "LOWTIDE_DOCKER_IMAGE")
 """The variables with which another process reaches the same engine."""
@@ -49,7 +55,12 @@ def resolve(environ: Mapping[str, str]) -> Endpoint:
     url = environ.get("DOCKER_HOST") or _from_context(environ)
     if not url:
         runtime = environ.get("XDG_RUNTIME_DIR", f"/run/user/{os.getuid()}")
-        usual = ("/var/run/docker.sock", f"{runtime}/docker.sock", f"{runtime}/podman/podman.sock", "/run/podman/podman.sock")
+        usual = (
+            "/var/run/docker.sock",
+            f"{runtime}/docker.sock",
+            f"{runtime}/podman/podman.sock",
+            "/run/podman/podman.sock",
+        )
         url = "unix://" + next((path for path in usual if Path(path).is_socket()), usual[0])
     parts = urlsplit(url)
     if parts.scheme == "unix":
@@ -57,7 +68,9 @@ def resolve(environ: Mapping[str, str]) -> Endpoint:
     if parts.scheme in ("tcp", "http", "https") and parts.hostname:
         tls = parts.scheme == "https" or environ.get("DOCKER_TLS_VERIFY", "") not in ("", "0")
         certs = environ.get("DOCKER_CERT_PATH") or str(Path.home() / ".docker") if tls else None
-        return Endpoint(url=url, host=parts.hostname, port=parts.port or (2376 if tls else 2375), cert_path=certs)
+        return Endpoint(
+            url=url, host=parts.hostname, port=parts.port or (2376 if tls else 2375), cert_path=certs
+        )
     if parts.scheme == "ssh":
         raise UnsupportedError(
             f"the docker provider does not speak ssh ({url})",
@@ -66,13 +79,19 @@ def resolve(environ: Mapping[str, str]) -> Endpoint:
             feature="ssh",
             alternative="forward the socket (ssh -L /tmp/docker.sock:/var/run/docker.sock HOST) and set DOCKER_HOST=unix:///tmp/docker.sock",
         )
-    raise ValidationError(f"DOCKER_HOST is unix://PATH or tcp://HOST:PORT, not {url!r}", argument="DOCKER_HOST", provider="docker")
+    raise ValidationError(
+        f"DOCKER_HOST is unix://PATH or tcp://HOST:PORT, not {url!r}",
+        argument="DOCKER_HOST",
+        provider="docker",
+    )
 
 
 def _from_context(environ: Mapping[str, str]) -> str | None:
     directory = Path(environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
     try:
-        name = environ.get("DOCKER_CONTEXT") or json.loads((directory / "config.json").read_text()).get("currentContext")
+        name = environ.get("DOCKER_CONTEXT") or json.loads((directory / "config.json").read_text()).get(
+            "currentContext"
+        )
         if not name or name == "default":
             return None
         meta = directory / "contexts" / "meta" / hashlib.sha256(name.encode()).hexdigest() / "meta.json"
@@ -105,7 +124,9 @@ def _engine_id(endpoint: Endpoint) -> str:
     if endpoint.socket_path is not None:
         connection = _UnixConnection(endpoint.socket_path)
     elif (context := endpoint.ssl_context()) is not None:
-        connection = http.client.HTTPSConnection(str(endpoint.host), endpoint.port, timeout=10, context=context)
+        connection = http.client.HTTPSConnection(
+            str(endpoint.host), endpoint.port, timeout=10, context=context
+        )
     else:
         connection = http.client.HTTPConnection(str(endpoint.host), endpoint.port, timeout=10)
     try:

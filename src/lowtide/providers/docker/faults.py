@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,10 +71,12 @@ def translated(endpoint: Endpoint, sandbox_id: str | None = None) -> Iterator[No
         yield
     except aiodocker.DockerError as error:
         raise from_engine(endpoint, error, sandbox_id) from error
-    except (TimeoutError, asyncio.TimeoutError) as error:
+    except TimeoutError as error:
         if isinstance(error, LowtideError):
             raise
-        raise RequestTimeoutError("the engine did not answer in time", provider="docker", sandbox_id=sandbox_id) from error
+        raise RequestTimeoutError(
+            "the engine did not answer in time", provider="docker", sandbox_id=sandbox_id
+        ) from error
     except aiohttp.ClientConnectorError as error:
         raise unreachable(endpoint, error.os_error) from error
     except (aiohttp.ClientError, ConnectionError) as error:
@@ -90,7 +91,9 @@ def translated(endpoint: Endpoint, sandbox_id: str | None = None) -> Iterator[No
 
 def _cut(error: BaseException, sandbox_id: str | None) -> SandboxUnavailableError:
     return SandboxUnavailableError(
-        f"the connection to the engine broke: {error or type(error).__name__}", provider="docker", sandbox_id=sandbox_id
+        f"the connection to the engine broke: {error or type(error).__name__}",
+        provider="docker",
+        sandbox_id=sandbox_id,
     )
 
 
@@ -103,7 +106,11 @@ def from_engine(endpoint: Endpoint, error: Any, sandbox_id: str | None) -> Lowti
         cause = error.__context__
         refused = getattr(cause, "os_error", None)
         return unreachable(endpoint, refused) if refused is not None else _cut(cause or error, sandbox_id)
-    if "no space left on device" in low or "resource temporarily unavailable" in low or "cannot allocate memory" in low:
+    if (
+        "no space left on device" in low
+        or "resource temporarily unavailable" in low
+        or "cannot allocate memory" in low
+    ):
         return ResourceExhaustedError(f"the engine is out of space, memory or processes: {words}", **context)
     if status in (401, 403) or "authentication required" in low or "unauthorized" in low:
         return AuthenticationError(f"the engine or the registry refused: {words}", **context)
@@ -113,7 +120,11 @@ def from_engine(endpoint: Endpoint, error: Any, sandbox_id: str | None) -> Lowti
         return SandboxNotFoundError(f"no such sandbox: {words}", **context)
     if status == 429 or "toomanyrequests" in low:
         return RateLimitError(f"asked to slow down: {words}", **context)
-    if "unable to find user" in low or "no matching entries in passwd" in low or "unable to find group" in low:
+    if (
+        "unable to find user" in low
+        or "no matching entries in passwd" in low
+        or "unable to find group" in low
+    ):
         return ValidationError(f"the image knows no such user: {words}", argument="user", **context)
     if status == 400:
         return ValidationError(f"the engine refused the request: {words}", **context)

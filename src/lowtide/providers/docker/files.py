@@ -35,7 +35,9 @@ def checked(path: str) -> str:
         path.encode()
     except UnicodeEncodeError as error:
         raise ValidationError(
-            f"the engine's API cannot carry a path that is not UTF-8: {path!r}", argument="path", provider="docker"
+            f"the engine's API cannot carry a path that is not UTF-8: {path!r}",
+            argument="path",
+            provider="docker",
         ) from error
     return path
 
@@ -83,7 +85,9 @@ class Answer:
     def cut_short(self, said: bytes = b"") -> SandboxUnavailableError:
         words = (said + self._noise)[:400].decode("utf-8", "replace").strip()
         return SandboxUnavailableError(
-            f"{self._path}: the file call was cut short{': ' + words if words else ''}", provider="docker", sandbox_id=self._sandbox_id
+            f"{self._path}: the file call was cut short{': ' + words if words else ''}",
+            provider="docker",
+            sandbox_id=self._sandbox_id,
         )
 
 
@@ -115,7 +119,13 @@ async def read_file(provider: DockerProvider, sandbox_id: str, path: str) -> Asy
 
 
 async def write_file(
-    provider: DockerProvider, sandbox_id: str, path: str, chunks: AsyncIterable[bytes], *, size: int | None, mode: int | None
+    provider: DockerProvider,
+    sandbox_id: str,
+    path: str,
+    chunks: AsyncIterable[bytes],
+    *,
+    size: int | None,
+    mode: int | None,
 ) -> int:
     command = ["write", checked(path), "-" if mode is None else str(mode & 0o7777)]
     async with provider.inside_stream(sandbox_id, command, stdin=True) as stream:
@@ -217,13 +227,17 @@ async def read_tree(provider: DockerProvider, sandbox_id: str, path: str) -> Asy
         return
     client = await provider.client()
     with client.translated(sandbox_id):
-        request = client.stream("GET", f"containers/{sandbox_id}/archive", params={"path": posixpath.join(place, ".")})
+        request = client.stream(
+            "GET", f"containers/{sandbox_id}/archive", params={"path": posixpath.join(place, ".")}
+        )
         async with request as answer:
             async for chunk in answer.content.iter_any():
                 yield chunk
 
 
-async def write_tree(provider: DockerProvider, sandbox_id: str, path: str, chunks: AsyncIterable[bytes]) -> None:
+async def write_tree(
+    provider: DockerProvider, sandbox_id: str, path: str, chunks: AsyncIterable[bytes]
+) -> None:
     await simple(provider, sandbox_id, path, "mkdir", checked(path))
     from lowtide.providers.derived import DerivedTrees
 
@@ -241,7 +255,9 @@ async def write_tree(provider: DockerProvider, sandbox_id: str, path: str, chunk
         complete = True
 
     with client.translated(sandbox_id):
-        request = client.stream("PUT", f"containers/{sandbox_id}/archive", params={"path": place}, data=body())
+        request = client.stream(
+            "PUT", f"containers/{sandbox_id}/archive", params={"path": place}, data=body()
+        )
         async with request as answer:
             await answer.read()
     if not complete:

@@ -38,7 +38,9 @@ class Forward:
         assert task is not None
         self._connections.add(task)
         try:
-            async with self._provider.inside_stream(self._sandbox_id, ["connect", str(self._port)], stdin=True) as stream:
+            async with self._provider.inside_stream(
+                self._sandbox_id, ["connect", str(self._port)], stdin=True
+            ) as stream:
                 await _relay(reader, writer, stream)
         except (LowtideError, OSError, asyncio.CancelledError):
             pass  # the caller sees a closed connection, as from a port on which nobody listens

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hashlib
 import json
 import os
 import re
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,6 @@ from lowtide.errors import AuthenticationError, LowtideError, SandboxError, Sand
 from lowtide.providers.base import LABEL_PREFIX
 from lowtide.providers.docker.client import EngineClient
 
-SNAPSHOT_LABEL = "lowtide-snapshot"
 SNAPSHOT_REPOSITORY = "lowtide-snapshot"
 
 
@@ -42,10 +41,17 @@ def split_reference(reference: str) -> tuple[str, str]:
 
 
 async def pull(
-    client: EngineClient, reference: str, config_directory: Path, on_progress: Callable[[PullProgress], None] | None = None
+    client: EngineClient,
+    reference: str,
+    config_directory: Path,
+    on_progress: Callable[[PullProgress], None] | None = None,
 ) -> None:
     name, tag = split_reference(reference)
-    registry = name.split("/", 1)[0] if "/" in name and re.search(r"[.:]|^localhost$", name.split("/", 1)[0]) else "docker.io"
+    registry = (
+        name.split("/", 1)[0]
+        if "/" in name and re.search(r"[.:]|^localhost$", name.split("/", 1)[0])
+        else "docker.io"
+    )
     headers = {}
     login = await credentials(config_directory, registry)
     if login:
@@ -61,7 +67,8 @@ async def pull(
         raise
     except AuthenticationError as error:
         raise AuthenticationError(
-            f"{registry} refused to give {reference}: log in with `docker login {registry}` ({error})", provider="docker"
+            f"{registry} refused to give {reference}: log in with `docker login {registry}` ({error})",
+            provider="docker",
         ) from error
     except LowtideError as error:
         if error.retryable:
@@ -87,7 +94,9 @@ def _step(reference: str, step: dict[str, Any], on_progress: Callable[[PullProgr
 
 def _not_pulled(reference: str, words: str) -> SandboxFailedError:
     return SandboxFailedError(
-        f"the image {reference} is not on the engine and could not be pulled: {words}", reason="image-pull", provider="docker"
+        f"the image {reference} is not on the engine and could not be pulled: {words}",
+        reason="image-pull",
+        provider="docker",
     )
 
 
@@ -97,7 +106,11 @@ async def credentials(config_directory: Path, registry: str) -> dict[str, str] |
         config = json.loads((config_directory / "config.json").read_text())
     except (OSError, ValueError):
         return None
-    names = (registry, f"https://{registry}") if registry != "docker.io" else ("https://index.docker.io/v1/", "docker.io")
+    names = (
+        (registry, f"https://{registry}")
+        if registry != "docker.io"
+        else ("https://index.docker.io/v1/", "docker.io")
+    )
     for name in names:
         program = config.get("credHelpers", {}).get(name) or config.get("credsStore")
         if program and (login := await _ask_program(str(program), name)):
@@ -124,21 +137,35 @@ async def _ask_program(program: str, registry: str) -> dict[str, str] | None:
         return None
     if login.get("Username") == "<token>":
         return {"identitytoken": login["Secret"], "serveraddress": registry}
-    return {"username": login["Username"], "password": login["Secret"], "serveraddress": registry} if "Secret" in login else None
+    return (
+        {"username": login["Username"], "password": login["Secret"], "serveraddress": registry}
+        if "Secret" in login
+        else None
+    )
 
 
-async def commit(client: EngineClient, sandbox_id: str, name: str, labels: dict[str, str]) -> str:
+async def commit(client: EngineClient, sandbox_id: str, name: str) -> str:
     """Make an image of the container's files; the id is what `SandboxSpec.snapshot` takes."""
-    # The engine copies the container's labels to the image, and from there to each container made from
-    # it: blanked, or a new sandbox would carry the old one's tags.
-    blank = {key: "" for key in labels if key.startswith(LABEL_PREFIX)}
-    tag = name if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", name) else hashlib.sha256(name.encode()).hexdigest()[:24]
+    # The tag is for people and for `list_snapshots`; never the same twice, or the older image would lose
+    # its only name and nobody would find it again.
+    tag = f"{re.sub(r'[^A-Za-z0-9_.-]', '-', name)[:100].lstrip('.-') or 'snapshot'}-{secrets.token_hex(4)}"
     with client.translated(sandbox_id):
         answer = await client.container(sandbox_id).commit(
-            repository=SNAPSHOT_REPOSITORY, tag=tag, config={"Labels": {**blank, SNAPSHOT_LABEL: name}}, pause=True
+            repository=SNAPSHOT_REPOSITORY,
+            tag=tag,
+            pause=True,
+            config={"Labels": {}},  # Podman wants a body
         )
     identity = str(answer.get("Id") or answer.get("ID"))
     return identity if identity.startswith("sha256:") else f"sha256:{identity}"
+
+
+async def inherited_labels(client: EngineClient, snapshot_id: str) -> list[str]:
+    """The marks of the sandbox a snapshot was taken from: the engine copies them from container to image
+    and from image to container, and a new sandbox must not carry another one's."""
+    answer = await client.docker.images.inspect(snapshot_id)
+    labels = answer.get("Config", {}).get("Labels") or {}
+    return [key for key in labels if key.startswith(LABEL_PREFIX)]
 
 
 async def delete_snapshot(client: EngineClient, snapshot_id: str) -> bool:
@@ -148,19 +175,27 @@ async def delete_snapshot(client: EngineClient, snapshot_id: str) -> bool:
     with client.translated():
         try:
             answer = await client.docker.images.inspect(snapshot_id)
-            if not (answer.get("Config", {}).get("Labels") or {}).get(SNAPSHOT_LABEL):
+            if not _is_snapshot(answer):
                 return False
-            await client.docker.images.delete(snapshot_id, force=False)
+            await client.docker.images.delete(answer["Id"], force=False)
         except aiodocker.DockerError as error:
             if error.status == 404:
                 return False
             if error.status == 409:
-                raise SandboxError(f"snapshot {snapshot_id} is in use: {error.message}", provider="docker") from error
+                raise SandboxError(
+                    f"snapshot {snapshot_id} is in use: {error.message}", provider="docker"
+                ) from error
             raise
     return True
 
 
 async def list_snapshots(client: EngineClient) -> Sequence[str]:
     with client.translated():
-        answer = await client.docker.images.list(filters={"label": [SNAPSHOT_LABEL]})
-    return [str(image["Id"]) for image in answer]
+        answer = await client.docker.images.list()
+    found = [str(image["Id"]) for image in answer if _is_snapshot(image)]
+    return [one if one.startswith("sha256:") else f"sha256:{one}" for one in found]
+
+
+def _is_snapshot(image: dict[str, Any]) -> bool:
+    names = (str(tag).rpartition(":")[0].rpartition("/")[2] for tag in image.get("RepoTags") or ())
+    return any(name == SNAPSHOT_REPOSITORY for name in names)

@@ -30,7 +30,9 @@ class Mount:
         for name in ("source", "target"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value.startswith("/") or "\0" in value:
-                raise ValidationError(f"a mount's {name} is an absolute path, not {value!r}", argument="mounts")
+                raise ValidationError(
+                    f"a mount's {name} is an absolute path, not {value!r}", argument="mounts"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,10 @@ class DockerOptions:
 
 
 def _strings(argument: str, value: Any) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(v, str) for v in value):
+    if (
+        isinstance(value, str)
+        or not isinstance(value, Sequence)
+        or not all(isinstance(v, str) for v in value)
+    ):
         raise ValidationError(f"{argument} is a list of strings, not {value!r}", argument=argument)
     return tuple(value)

@@ -15,7 +15,13 @@ from collections import deque
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
-from lowtide.errors import LowtideError, ResourceExhaustedError, SandboxGone, SandboxNotFoundError, SandboxUnavailableError
+from lowtide.errors import (
+    LowtideError,
+    ResourceExhaustedError,
+    SandboxGone,
+    SandboxNotFoundError,
+    SandboxUnavailableError,
+)
 from lowtide.providers.base import STDERR, STDOUT, ProcessSpec, TerminalSize
 from lowtide.providers.docker import inside
 from lowtide.providers.docker.client import HIGH_WATER, EngineClient, RawStream
@@ -27,7 +33,9 @@ if TYPE_CHECKING:
 class DockerProcess:
     """Implements `ProcessHandle`."""
 
-    def __init__(self, provider: DockerProvider, client: EngineClient, sandbox_id: str, spec: ProcessSpec) -> None:
+    def __init__(
+        self, provider: DockerProvider, client: EngineClient, sandbox_id: str, spec: ProcessSpec
+    ) -> None:
         self._provider = provider
         self._client = client
         self._sandbox_id = sandbox_id
@@ -122,7 +130,9 @@ class DockerProcess:
             if self._exit.done():
                 return
             try:
-                found = await self._provider.inside(self._sandbox_id, words[0], self._token, *words[1:], user="0")
+                found = await self._provider.inside(
+                    self._sandbox_id, words[0], self._token, *words[1:], user="0"
+                )
             except (SandboxGone, SandboxNotFoundError):
                 return
             if found == 0:
@@ -182,7 +192,9 @@ class DockerProcess:
                 else:
                     # The stream is gone but the command runs: the engine was restarted, or the way to it broke.
                     raise SandboxUnavailableError(
-                        "the connection to a running command was lost", provider="docker", sandbox_id=self._sandbox_id
+                        "the connection to a running command was lost",
+                        provider="docker",
+                        sandbox_id=self._sandbox_id,
                     )
         except LowtideError as error:
             self._finish(await self._provider.explained(self._sandbox_id, error))
@@ -194,7 +206,13 @@ class DockerProcess:
         elif b"OCI runtime exec failed" in self._complaint or b"runc exec failed" in self._complaint:
             words = self._complaint.decode("utf-8", "replace").strip()
             self._chunks.clear()
-            self._finish(ResourceExhaustedError(f"the engine could not start the command: {words}", provider="docker", sandbox_id=self._sandbox_id))
+            self._finish(
+                ResourceExhaustedError(
+                    f"the engine could not start the command: {words}",
+                    provider="docker",
+                    sandbox_id=self._sandbox_id,
+                )
+            )
         else:
             # 137 without our mark may be the whole container going away under the command.
             self._finish(await self._provider.ended_with(self._sandbox_id, code))

@@ -71,7 +71,9 @@ class DockerProvider:
             Capability.RENEW,
         }
     )
-    traits: ClassVar[Traits] = Traits(recovery=Recovery.BY_NAME, create_window_seconds=60.0, outlives_machine=True)
+    traits: ClassVar[Traits] = Traits(
+        recovery=Recovery.BY_NAME, create_window_seconds=60.0, outlives_machine=True
+    )
     options_type: ClassVar[type | None] = DockerOptions
 
     def __init__(self, endpoint: Endpoint, environ: Mapping[str, str]) -> None:
@@ -99,7 +101,9 @@ class DockerProvider:
         host = given.pop("host", None)
         if given:
             raise ValidationError(
-                f"the docker provider takes the option `host`, not {sorted(given)}", argument=sorted(given)[0], provider="docker"
+                f"the docker provider takes the option `host`, not {sorted(given)}",
+                argument=sorted(given)[0],
+                provider="docker",
             )
         environ = {**environ, "DOCKER_HOST": host} if host else environ
         return cls(resolve(environ), environ)
@@ -145,7 +149,14 @@ class DockerProvider:
         with client.translated(spec.lease_id):
             volume = inside.volume_name(await self._engine_architecture(client))
             body = container.create_body(spec, image, volume=volume, publish=self.endpoint.local)
-            if options.pull is PullPolicy.ALWAYS and not spec.snapshot:
+            if spec.snapshot:
+                try:
+                    for key in await images.inherited_labels(client, spec.snapshot):
+                        body["Labels"].setdefault(key, "")
+                except aiodocker.DockerError as error:
+                    if error.status != 404:
+                        raise
+            elif options.pull is PullPolicy.ALWAYS:
                 await self.pull(image)
             for attempt in range(3):
                 try:
@@ -165,7 +176,12 @@ class DockerProvider:
                         await self._discard(client, spec.lease_id)
                         raise _not_started(error, spec) from error
             else:
-                raise SandboxFailedError(f"{image} could not be started", reason="start", provider="docker", sandbox_id=spec.lease_id)
+                raise SandboxFailedError(
+                    f"{image} could not be started",
+                    reason="start",
+                    provider="docker",
+                    sandbox_id=spec.lease_id,
+                )
         info = self._ours[spec.lease_id] = container.created_now(spec)
         return info
 
@@ -211,7 +227,10 @@ class DockerProvider:
     async def _get_image(self, spec: SandboxSpec, image: str, options: DockerOptions) -> None:
         if spec.snapshot:
             raise SandboxFailedError(
-                f"no snapshot {image} on this engine", reason="snapshot-missing", provider="docker", sandbox_id=spec.lease_id
+                f"no snapshot {image} on this engine",
+                reason="snapshot-missing",
+                provider="docker",
+                sandbox_id=spec.lease_id,
             )
         if options.pull is PullPolicy.NEVER:
             raise SandboxFailedError(
@@ -245,7 +264,9 @@ class DockerProvider:
         await client.docker.containers.create(container.carrier_body(spec, image, volume=volume), name=name)
         try:
             data = inside.volume_archive(await self._engine_architecture(client))
-            request = client.stream("PUT", f"containers/{name}/archive", params={"path": inside.DIRECTORY}, data=data)
+            request = client.stream(
+                "PUT", f"containers/{name}/archive", params={"path": inside.DIRECTORY}, data=data
+            )
             async with request as answer:
                 await answer.read()
         finally:
@@ -358,7 +379,9 @@ class DockerProvider:
                 return
             await asyncio.sleep(pause)
             pause = min(pause * 2, 0.25)
-        raise RequestTimeoutError("the engine is still removing the container", provider="docker", sandbox_id=sandbox_id)
+        raise RequestTimeoutError(
+            "the engine is still removing the container", provider="docker", sandbox_id=sandbox_id
+        )
 
     def _let_go(self, sandbox_id: str) -> None:
         for key in [key for key in self._forwards if key[0] == sandbox_id]:
@@ -417,11 +440,15 @@ class DockerProvider:
             except LowtideError as worse:
                 return worse
             if info.state is SandboxState.PAUSED:
-                return SandboxUnavailableError("the sandbox is paused: resume() it first", provider="docker", sandbox_id=sandbox_id)
+                return SandboxUnavailableError(
+                    "the sandbox is paused: resume() it first", provider="docker", sandbox_id=sandbox_id
+                )
             if info.state.terminal or info.state is SandboxState.ENDING:
                 return self._gone(sandbox_id, info.reason or await self._why_gone(sandbox_id))
         elif "is paused" in words:
-            return SandboxUnavailableError("the sandbox is paused: resume() it first", provider="docker", sandbox_id=sandbox_id)
+            return SandboxUnavailableError(
+                "the sandbox is paused: resume() it first", provider="docker", sandbox_id=sandbox_id
+            )
         return error
 
     async def ended_with(self, sandbox_id: str, code: int) -> int | LowtideError:
@@ -435,13 +462,23 @@ class DockerProvider:
         return self._gone(sandbox_id, info.reason or "exited") if info.state.terminal else code
 
     def _gone(self, sandbox_id: str, reason: str) -> SandboxGone:
-        return SandboxGone(f"the sandbox has ended ({reason})", reason=reason, provider="docker", sandbox_id=sandbox_id)
+        return SandboxGone(
+            f"the sandbox has ended ({reason})", reason=reason, provider="docker", sandbox_id=sandbox_id
+        )
 
     async def _why_gone(self, sandbox_id: str) -> str:
         """Auto-removed containers leave only the engine's recent events to tell how they ended."""
         client = await self.client()
-        filters = {"container": [sandbox_id], "type": ["container"], "event": ["oom", "die", "kill", "destroy"]}
-        options = {"since": str(int(time.time()) - 86400), "until": str(int(time.time()) + 1), "filters": json.dumps(filters)}
+        filters = {
+            "container": [sandbox_id],
+            "type": ["container"],
+            "event": ["oom", "die", "kill", "destroy"],
+        }
+        options = {
+            "since": str(int(time.time()) - 86400),
+            "until": str(int(time.time()) + 1),
+            "filters": json.dumps(filters),
+        }
         reason = "deleted"
         with suppress(LowtideError, ValueError, TimeoutError):
             async with asyncio.timeout(3):
@@ -465,7 +502,13 @@ class DockerProvider:
         return files.read_file(self, sandbox_id, path)
 
     async def write_file(
-        self, sandbox_id: str, path: str, chunks: AsyncIterable[bytes], *, size: int | None = None, mode: int | None = None
+        self,
+        sandbox_id: str,
+        path: str,
+        chunks: AsyncIterable[bytes],
+        *,
+        size: int | None = None,
+        mode: int | None = None,
     ) -> int:
         return await files.write_file(self, sandbox_id, path, chunks, size=size, mode=mode)
 
@@ -495,7 +538,9 @@ class DockerProvider:
         seconds = max(1, math.ceil(lifetime_seconds))
         info = await self.get(sandbox_id)
         if info.state is not SandboxState.RUNNING:
-            raise SandboxNotFoundError(f"the sandbox is {info.state}", provider="docker", sandbox_id=sandbox_id)
+            raise SandboxNotFoundError(
+                f"the sandbox is {info.state}", provider="docker", sandbox_id=sandbox_id
+            )
         stream = RawStream()
         try:
             with client.translated(sandbox_id):
@@ -508,7 +553,9 @@ class DockerProvider:
                             chunk = await stream.next()
                             if chunk is None:
                                 raise SandboxUnavailableError(
-                                    "the new lifetime was not confirmed", provider="docker", sandbox_id=sandbox_id
+                                    "the new lifetime was not confirmed",
+                                    provider="docker",
+                                    sandbox_id=sandbox_id,
                                 )
                             said += chunk[1]
         finally:
@@ -516,8 +563,8 @@ class DockerProvider:
         return datetime.now(UTC) + timedelta(seconds=seconds)
 
     async def snapshot(self, sandbox_id: str, name: str) -> str:
-        info = await self.get(sandbox_id)
-        return await images.commit(await self.client(), sandbox_id, name, dict(info.labels))
+        await self.get(sandbox_id)  # ours, and there
+        return await images.commit(await self.client(), sandbox_id, name)
 
     async def delete_snapshot(self, snapshot_id: str) -> bool:
         return await images.delete_snapshot(await self.client(), snapshot_id)
@@ -553,23 +600,35 @@ class DockerProvider:
 def _checked_id(sandbox_id: str) -> str:
     """It goes into a path of the engine's API."""
     if not sandbox_id or not all(c.isalnum() or c in "_.-" for c in sandbox_id) or not sandbox_id.isascii():
-        raise SandboxNotFoundError(f"not a sandbox id: {sandbox_id!r}", provider="docker", sandbox_id=sandbox_id)
+        raise SandboxNotFoundError(
+            f"not a sandbox id: {sandbox_id!r}", provider="docker", sandbox_id=sandbox_id
+        )
     return sandbox_id
 
 
 def _no_such_image(error: Any) -> bool:
     words = error.message.lower()
-    return error.status == 404 and ("no such image" in words or "image not known" in words or "failed to find image" in words)
+    return error.status == 404 and (
+        "no such image" in words or "image not known" in words or "failed to find image" in words
+    )
 
 
 def _not_started(error: Any, spec: SandboxSpec) -> LowtideError:
     words = error.message.strip()
     if error.status in (400, 500) or error.status == 404:
         if "unable to find user" in words or "no matching entries in passwd" in words:
-            return ValidationError(f"the image knows no such user: {words}", argument="user", provider="docker")
+            return ValidationError(
+                f"the image knows no such user: {words}", argument="user", provider="docker"
+            )
         return SandboxFailedError(
-            f"the engine could not start the container: {words}", reason="start", provider="docker", sandbox_id=spec.lease_id
+            f"the engine could not start the container: {words}",
+            reason="start",
+            provider="docker",
+            sandbox_id=spec.lease_id,
         )
-    return SandboxError(f"the engine failed ({error.status}): {words}", provider="docker", sandbox_id=spec.lease_id, retryable=error.status >= 500)
-
-
+    return SandboxError(
+        f"the engine failed ({error.status}): {words}",
+        provider="docker",
+        sandbox_id=spec.lease_id,
+        retryable=error.status >= 500,
+    )

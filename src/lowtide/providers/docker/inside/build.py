@@ -16,7 +16,9 @@ FLAGS = (
 
 
 def build(architecture: str, target: Path) -> None:
-    subprocess.run([COMPILERS[architecture], *FLAGS.split(), "-o", str(target), str(HERE / "inside.c")], check=True)
+    subprocess.run(
+        [COMPILERS[architecture], *FLAGS.split(), "-o", str(target), str(HERE / "inside.c")], check=True
+    )
     target.chmod(0o755)
 
 
