@@ -34,16 +34,17 @@ def mapped(sandbox_id: str | None = None) -> Iterator[None]:
     """Turn what happens inside into `lowtide.errors`, with the original as the cause."""
     try:
         yield
+    except errors.LowtideError as error:
+        error.sandbox_id = error.sandbox_id or sandbox_id
+        raise
     except ApiError as error:
         raise from_api(error, sandbox_id) from error
     except TimeoutError as error:
-        if isinstance(error, errors.LowtideError):
-            raise
         raise errors.RequestTimeoutError(
             "the Kubernetes API server did not answer in time", provider=PROVIDER, sandbox_id=sandbox_id
         ) from error
     except Exception as error:
-        if isinstance(error, errors.LowtideError) or not _of_the_network(error):
+        if not _of_the_network(error):
             raise
         raise errors.SandboxUnavailableError(
             f"the Kubernetes API server could not be reached: {type(error).__name__}: {error}",

@@ -32,7 +32,7 @@ _WHY = (
 async def read(start: StartText, path: str) -> AsyncIterator[bytes]:
     text = (
         f'{_WHY};f={quoted(_safe(path))};[ -d "$f" ]&&exit 21;[ -e "$f" ]||why "$f";[ -r "$f" ]||exit 13;'
-        '[ -f "$f" ]&&stat -c %s -- "$f" >&2;exec cat -- "$f"'
+        '[ -f "$f" ]&&stat -L -c %s -- "$f" >&2;exec cat -- "$f"'
     )
     process = await start(text)
     said = bytearray()
