@@ -99,6 +99,7 @@ def _build_atomically(place: Path, prefixes: tuple[str, ...], owner: int | None)
         if owner is not None:
             for path in _walk(draft):
                 os.chown(path, owner, owner, follow_symlinks=False)
+            os.chown(draft / "root/home/user", owner + 1000, owner + 1000)
         try:
             draft.rename(place)
         except OSError:

@@ -1,0 +1,161 @@
+"""The real sandboxes behind the emulated ones: local sandboxes through the provider seam, counted and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowtide.errors import LowtideError, ResourceExhaustedError
+from lowtide.providers.base import (
+    Labels,
+    Limits,
+    Network,
+    NetworkMode,
+    ProcessHandle,
+    ProcessSpec,
+    SandboxSpec,
+    TerminalSize,
+    Url,
+)
+
+if TYPE_CHECKING:
+    from lowtide.providers.local import LocalProvider
+
+
+def local_provider(directory: Path) -> LocalProvider:
+    """A local provider whose sandboxes live under `directory`, apart from the user's own."""
+    from lowtide.providers.local import LocalProvider
+
+    return LocalProvider.connect({**os.environ, "LOWTIDE_HOME": str(directory)})
+
+
+class Backing:
+    """Makes, counts and ends local sandboxes. Ids are the provider's own."""
+
+    def __init__(self, directory: Path, *, limit: int) -> None:
+        self.provider = local_provider(directory)
+        self.limit = limit
+        self._held: set[str] = set()
+        self._making = 0
+
+    @property
+    def count(self) -> int:
+        return len(self._held) + self._making
+
+    async def create(
+        self,
+        *,
+        environment: Mapping[str, str] | None = None,
+        snapshot: str | None = None,
+        image: str | None = None,
+        command: tuple[str, ...] | None = None,
+        limits: Limits | None = None,
+        ports: tuple[int, ...] = (),
+        options: Any = None,
+        counted: bool = True,
+    ) -> str:
+        """A new sandbox with its own network, ready for commands. ResourceExhaustedError at the limit."""
+        if counted and self.count >= self.limit:
+            raise ResourceExhaustedError(f"this emulator holds its limit of {self.limit} sandboxes")
+        name = secrets.token_hex(13)
+        spec = SandboxSpec(
+            labels=Labels(lease_id=name, ledger_id="emulator", owner=f"emulator-{os.getpid()}"),
+            image=image,
+            snapshot=snapshot,
+            command=command,
+            environment=environment or {},
+            limits=limits or Limits(),
+            network=Network(mode=NetworkMode.NONE),
+            ports=ports,
+            options=options,
+        )
+        self._making += 1
+        try:
+            info = await self.provider.create(spec)
+            self._held.add(info.sandbox_id)
+        finally:
+            self._making -= 1
+        try:
+            await self.provider.wait_ready(info.sandbox_id)
+        except BaseException:
+            await self.destroy(info.sandbox_id)
+            raise
+        return info.sandbox_id
+
+    async def destroy(self, sandbox_id: str) -> bool:
+        ended = await self.provider.destroy(sandbox_id)
+        self._held.discard(sandbox_id)
+        return ended
+
+    async def start(
+        self,
+        sandbox_id: str,
+        argv: tuple[str, ...],
+        *,
+        user: str | None = None,
+        cwd: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        stdin: bool = False,
+        tty: TerminalSize | None = None,
+    ) -> ProcessHandle:
+        spec = ProcessSpec(argv=argv, cwd=cwd, environment=environment or {}, user=user, stdin=stdin, tty=tty)
+        return await self.provider.start_process(sandbox_id, spec)
+
+    async def run(
+        self, sandbox_id: str, argv: tuple[str, ...], *, user: str | None = None
+    ) -> tuple[int, bytes]:
+        """Run a short command of the emulator's own; exit code and everything it printed."""
+        handle = await self.start(sandbox_id, argv, user=user)
+        try:
+            printed = b"".join([data async for _, data in handle.output()])
+            return await handle.wait(), printed
+        finally:
+            await handle.aclose()
+
+    async def url(self, sandbox_id: str, port: int) -> Url:
+        return await self.provider.url(sandbox_id, port)
+
+    async def snapshot(self, sandbox_id: str) -> str:
+        return await self.provider.snapshot(sandbox_id, secrets.token_hex(13))
+
+    async def delete_snapshot(self, snapshot_id: str) -> bool:
+        return await self.provider.delete_snapshot(snapshot_id)
+
+    async def aclose(self) -> None:
+        """End every sandbox, then let the provider go."""
+        await end_all(self.provider)
+        self._held.clear()
+        await self.provider.aclose()
+
+
+async def destroy_all(directory: Path) -> None:
+    """End everything a dead emulator left under `directory`."""
+    provider = local_provider(directory)
+    try:
+        await end_all(provider)
+    finally:
+        await provider.aclose()
+
+
+async def end_all(provider: LocalProvider) -> None:
+    """End every sandbox, try each that refuses once more, then remove the snapshots."""
+    for _ in range(2):
+        ids = [info.sandbox_id async for info in provider.list({})]
+        if not ids:
+            break
+        await asyncio.gather(*(provider.destroy(sandbox_id) for sandbox_id in ids), return_exceptions=True)
+    # A snapshot below another one can only go after it.
+    remaining = list(await provider.list_snapshots())
+    while remaining:
+        before = len(remaining)
+        for snapshot_id in list(remaining):
+            with contextlib.suppress(LowtideError):
+                await provider.delete_snapshot(snapshot_id)
+                remaining.remove(snapshot_id)
+        if len(remaining) == before:
+            break

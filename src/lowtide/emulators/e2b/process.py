@@ -1,0 +1,368 @@
+"""envd's process service: commands and terminals in the sandbox, joined and left at will."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import posixpath
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from lowtide.emulators.agent.client import AgentError
+from lowtide.emulators.e2b import connect
+from lowtide.emulators.e2b.connect import RpcError, Stream
+from lowtide.emulators.e2b.sandboxes import Sandbox, UnknownUser
+from lowtide.emulators.faults import FaultName
+from lowtide.emulators.web import drop
+from lowtide.errors import LowtideError
+from lowtide.providers.base import STDERR, ProcessHandle, TerminalSize
+
+if TYPE_CHECKING:
+    from lowtide.emulators.e2b import E2BEmulator
+
+# The seam does not say which pid a command has inside; a shell that becomes the command does.
+_WITH_PID = 'echo "$$"; exec "$@"'
+_SIGNALS = {"SIGNAL_SIGTERM": ("TERM", 15), "SIGNAL_SIGKILL": ("KILL", 9)}
+_LOUDEST = {"TERM": "terminated", "KILL": "killed"}
+_REMEMBERED = 1000
+
+
+class GuestProcess:
+    """One command that envd started. Output goes to whoever listens at the time, and else nowhere."""
+
+    def __init__(
+        self, handle: ProcessHandle, config: dict[str, Any], tag: str | None, user: str, tty: bool
+    ) -> None:
+        self.handle = handle
+        self.config = config
+        self.tag = tag
+        self.user = user
+        self.tty = tty
+        self.pid = 0
+        self.end: dict[str, Any] | None = None
+        self.signalled: set[str] = set()
+        self.timer: asyncio.TimerHandle | None = None
+        self._listeners: set[asyncio.Queue[dict[str, Any] | None]] = set()
+        self._known = asyncio.get_running_loop().create_future()
+        self._pump = asyncio.create_task(self._run())
+        self.on_end: Any = None
+
+    async def started(self) -> int:
+        """The pid inside the sandbox."""
+        self.pid = await asyncio.shield(self._known)
+        return self.pid
+
+    def listen(self) -> asyncio.Queue[dict[str, Any] | None]:
+        queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue(64)
+        self._listeners.add(queue)
+        return queue
+
+    def leave(self, queue: asyncio.Queue[dict[str, Any] | None]) -> None:
+        self._listeners.discard(queue)
+        while not queue.empty():  # a pump waiting for room goes on
+            queue.get_nowait()
+
+    async def _run(self) -> None:
+        try:
+            first: bytes | None = b""
+            async for stream, data in self.handle.output():
+                if first is not None and stream != STDERR:
+                    first += data
+                    line, newline, data = first.partition(b"\n")
+                    if not newline:
+                        continue
+                    first = None
+                    if not self._known.done():
+                        self._known.set_result(int(line) if line.strip().isdigit() else 0)
+                if data:
+                    name = "pty" if self.tty else "stderr" if stream == STDERR else "stdout"
+                    text = base64.b64encode(data).decode()
+                    await self._tell({"event": {"data": {name: text}}})
+            self.end = self._ended(await self.handle.wait())
+        except LowtideError as error:
+            self.end = {"exitCode": -1, "exited": False, "status": "lost", "error": str(error)}
+        finally:
+            if not self._known.done():
+                self._known.set_exception(RpcError("internal", "the command could not be started"))
+                self._known.exception()
+            if self.timer is not None:
+                self.timer.cancel()
+            if self.on_end is not None and self.end is not None:
+                self.on_end(self)
+        for queue in list(self._listeners):
+            await queue.put(None)
+        await self.handle.aclose()
+
+    async def _tell(self, event: dict[str, Any]) -> None:
+        for queue in list(self._listeners):
+            while queue in self._listeners:
+                try:
+                    async with asyncio.timeout(1):
+                        await queue.put(event)
+                    break
+                except TimeoutError:
+                    continue
+
+    def _ended(self, code: int) -> dict[str, Any]:
+        for name, number in _SIGNALS.values():
+            if name in self.signalled and code == 128 + number:
+                status = f"signal: {_LOUDEST[name]}"
+                return {"exitCode": -1, "exited": False, "status": status, "error": status}
+        ended: dict[str, Any] = {"exitCode": code, "exited": True, "status": f"exit status {code}"}
+        if code:
+            ended["error"] = ended["status"]
+        return ended
+
+    async def aclose(self) -> None:
+        self._pump.cancel()
+        if self.timer is not None:
+            self.timer.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._pump
+        await self.handle.aclose()
+
+
+class ProcessService:
+    """The methods under ``/process.Process/``."""
+
+    def __init__(self, emulator: E2BEmulator) -> None:
+        self.emulator = emulator
+        self.sandboxes = emulator.sandboxes_table
+        self.ground = emulator.ground
+        self._ended: OrderedDict[tuple[str, int], GuestProcess] = OrderedDict()
+
+    async def call(self, method: str, request: web.Request, sandbox: Sandbox) -> web.StreamResponse:
+        if method == "Start":
+            return await self._start(request, sandbox)
+        if method == "Connect":
+            return await self._connect(request, sandbox)
+        if method == "StreamInput":
+            return await self._stream_input(request, sandbox)
+        message = await connect.unary_message(request)
+        if method == "List":
+            listed = [
+                {"config": p.config, "pid": pid, **({"tag": p.tag} if p.tag else {})}
+                for pid, p in sandbox.processes.items()
+            ]
+            return connect.unary_answer({"processes": listed})
+        process = self._selected(sandbox, message.get("process"))
+        if method == "SendInput":
+            await self._input(process, message.get("input"))
+        elif method == "CloseStdin":
+            if process.tty:
+                raise RpcError("invalid_argument", "tty has no stdin to close")
+            await process.handle.close_stdin()
+        elif method == "SendSignal":
+            name = _SIGNALS.get(str(message.get("signal")))
+            if name is None:
+                raise RpcError("invalid_argument", f"invalid signal: {message.get('signal')}")
+            await self._signal(sandbox, process, name[0])
+        elif method == "Update":
+            size = (message.get("pty") or {}).get("size")
+            if size is not None:
+                if not process.tty:
+                    raise RpcError("failed_precondition", "tty not assigned to process")
+                await process.handle.resize(_size(size))
+        else:
+            raise RpcError("unimplemented", f"no method {method}")
+        return connect.unary_answer({})
+
+    async def _start(self, request: web.Request, sandbox: Sandbox) -> web.StreamResponse:
+        stream = Stream(request)
+        try:
+            message = await connect.first_message(request)
+            timeout = connect.timeout_seconds(request)
+            process = await self._launch(request, sandbox, message)
+            listening = process.listen()
+            pid = await process.started()
+        except (RpcError, LowtideError, UnknownUser) as error:
+            await stream.open()
+            return await stream.end(_as_rpc(error))
+        if process.end is None:
+            sandbox.processes[pid] = process
+        if timeout is not None:
+            # The process has that long, whether or not anybody still listens; its children are not told.
+            loop = asyncio.get_running_loop()
+            process.timer = loop.call_later(timeout, lambda: self._time_out(sandbox, process))
+        facts = {**sandbox.metadata, "sandbox_id": sandbox.sandbox_id}
+        if fault := self.ground.faults.take(FaultName.GONE_MID_COMMAND, "e2b", facts):
+            loop = asyncio.get_running_loop()
+            loop.call_later(fault.seconds or 0.5, lambda: self._vanish(sandbox))
+        await stream.open()
+        await stream.send({"event": {"start": {"pid": pid}}})
+        return await self._follow(request, sandbox, process, listening, stream, timeout)
+
+    async def _connect(self, request: web.Request, sandbox: Sandbox) -> web.StreamResponse:
+        stream = Stream(request)
+        await stream.open()
+        try:
+            message = await connect.first_message(request)
+            process = self._selected(sandbox, message.get("process"), ended=True)
+            timeout = connect.timeout_seconds(request)
+        except RpcError as error:
+            return await stream.end(error)
+        listening = process.listen()
+        if process.end is not None:
+            listening.put_nowait(None)
+        await stream.send({"event": {"start": {"pid": process.pid}}})
+        return await self._follow(request, sandbox, process, listening, stream, timeout)
+
+    async def _follow(
+        self,
+        request: web.Request,
+        sandbox: Sandbox,
+        process: GuestProcess,
+        listening: asyncio.Queue[dict[str, Any] | None],
+        stream: Stream,
+        timeout: float | None,
+    ) -> web.StreamResponse:
+        """Pass events on until the process ends, the time is over, or the sandbox is gone."""
+        loop = asyncio.get_running_loop()
+        deadline = None if timeout is None else loop.time() + timeout
+        keepalive = connect.keepalive_seconds(request)
+        cut = asyncio.create_task(sandbox.cut.wait())
+        waiting: asyncio.Task[dict[str, Any] | None] | None = None
+        try:
+            while True:
+                waiting = waiting or asyncio.create_task(listening.get())
+                left = keepalive if deadline is None else max(0.0, min(keepalive, deadline - loop.time()))
+                await asyncio.wait({waiting, cut}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                if cut.done():
+                    drop(request)
+                    raise asyncio.CancelledError
+                if waiting.done():
+                    event, waiting = waiting.result(), None
+                    if event is None:
+                        await stream.send({"event": {"end": process.end or {"exitCode": -1}}})
+                        return await stream.end()
+                    await stream.send(event)
+                elif deadline is not None and loop.time() >= deadline:
+                    return await stream.end(RpcError("deadline_exceeded", "context deadline exceeded"))
+                else:
+                    await stream.send({"event": {"keepalive": {}}})
+        finally:
+            cut.cancel()
+            if waiting is not None:
+                waiting.cancel()
+            process.leave(listening)
+
+    async def _launch(self, request: web.Request, sandbox: Sandbox, message: dict[str, Any]) -> GuestProcess:
+        config = message.get("process") or {}
+        if not config.get("cmd"):
+            raise RpcError("invalid_argument", "process.cmd is required")
+        user = connect.user_of(request) or "user"
+        home = await self.sandboxes.home(sandbox, user)
+        cwd = posixpath.join(home, config["cwd"]) if config.get("cwd") else home
+        if cwd != home:
+            agent = await self.sandboxes.agent(sandbox, user)
+            try:
+                await agent.ask("stat", path=cwd)
+            except AgentError as error:
+                if error.kind == "ENOENT":
+                    raise RpcError("invalid_argument", f"cwd '{cwd}' does not exist") from None
+        pty = message.get("pty")
+        environment = {
+            "HOME": home,
+            "USER": user,
+            "LOGNAME": user,
+            "E2B_SANDBOX": "true",
+            "E2B_SANDBOX_ID": sandbox.sandbox_id,
+            **sandbox.environment,
+            **{str(k): str(v) for k, v in (config.get("envs") or {}).items()},
+        }
+        argv = ("/bin/sh", "-c", _WITH_PID, "sh", str(config["cmd"]), *map(str, config.get("args") or ()))
+        handle = await self.ground.backing.start(
+            sandbox.backing,
+            argv,
+            user=self.sandboxes.account(user),
+            cwd=cwd,
+            environment=environment,
+            stdin=bool(message.get("stdin", True)) or pty is not None,
+            tty=_size(pty.get("size") or {}) if pty is not None else None,
+        )
+        process = GuestProcess(handle, config, message.get("tag"), user, pty is not None)
+        process.on_end = lambda ended: self._remember(sandbox, ended)
+        return process
+
+    def _remember(self, sandbox: Sandbox, process: GuestProcess) -> None:
+        if sandbox.processes.get(process.pid) is process:
+            del sandbox.processes[process.pid]
+        self._ended[(sandbox.sandbox_id, process.pid)] = process
+        while len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def _selected(self, sandbox: Sandbox, selector: Any, *, ended: bool = False) -> GuestProcess:
+        selector = selector if isinstance(selector, dict) else {}
+        if "tag" in selector:
+            for process in sandbox.processes.values():
+                if process.tag == selector["tag"]:
+                    return process
+            raise RpcError("not_found", f"process with tag {selector['tag']} not found")
+        pid = selector.get("pid", 0)
+        found = sandbox.processes.get(pid)
+        if found is None and ended:
+            found = self._ended.get((sandbox.sandbox_id, pid))
+        if found is None:
+            raise RpcError("not_found", f"process with pid {pid} not found")
+        return found
+
+    async def _input(self, process: GuestProcess, given: Any) -> None:
+        given = given if isinstance(given, dict) else {}
+        if ("pty" in given) != process.tty:
+            raise RpcError("failed_precondition", "tty and stdin do not mix")
+        try:
+            await process.handle.write_stdin(connect.decoded(given.get("pty" if process.tty else "stdin")))
+        except BrokenPipeError:
+            raise RpcError("internal", "error writing to stdin: broken pipe") from None
+
+    async def _stream_input(self, request: web.Request, sandbox: Sandbox) -> web.StreamResponse:
+        stream = Stream(request)
+        await stream.open()
+        process: GuestProcess | None = None
+        try:
+            async for message in connect.messages(request):
+                if "start" in message:
+                    process = self._selected(sandbox, message["start"].get("process"))
+                elif "data" in message:
+                    if process is None:
+                        raise RpcError("invalid_argument", "data before start")
+                    await self._input(process, message["data"].get("input"))
+        except RpcError as error:
+            return await stream.end(error)
+        await stream.send({})
+        return await stream.end()
+
+    async def _signal(self, sandbox: Sandbox, process: GuestProcess, name: str) -> None:
+        """To that one process, as the service does: what it started is not told."""
+        process.signalled.add(name)
+        user = self.sandboxes.account(process.user)
+        await self.ground.backing.run(
+            sandbox.backing, ("/bin/sh", "-c", f"kill -{name} {process.pid}"), user=user
+        )
+        if name == "KILL":
+            with contextlib.suppress(LowtideError, TimeoutError):
+                async with asyncio.timeout(5):
+                    await process.handle.wait()
+
+    def _time_out(self, sandbox: Sandbox, process: GuestProcess) -> None:
+        if process.end is None and not sandbox.cut.is_set():
+            self.emulator.background(self._signal(sandbox, process, "KILL"))
+
+    def _vanish(self, sandbox: Sandbox) -> None:
+        if sandbox.sandbox_id in self.sandboxes.table:
+            self.emulator.background(self.sandboxes.kill(sandbox.sandbox_id))
+
+
+def _size(size: dict[str, Any]) -> TerminalSize:
+    return TerminalSize(columns=int(size.get("cols") or 80), rows=int(size.get("rows") or 24))
+
+
+def _as_rpc(error: Exception) -> RpcError:
+    if isinstance(error, RpcError):
+        return error
+    if isinstance(error, UnknownUser):
+        return RpcError("unauthenticated", str(error))
+    return RpcError("internal", str(error))

@@ -1,0 +1,445 @@
+"""The emulated sandboxes: what exists, how long it lives, pausing, resuming, snapshots and forks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import string
+import uuid
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lowtide.emulators.agent.client import Agent
+from lowtide.emulators.clock import Timer
+from lowtide.emulators.guest import first_process, users_are_real
+from lowtide.errors import LowtideError
+from lowtide.providers.base import Pauses
+
+if TYPE_CHECKING:
+    from lowtide.emulators.e2b.process import GuestProcess
+    from lowtide.emulators.ground import Ground
+
+ENVD_VERSION = "0.6.13"
+DEFAULT_TIMEOUT_SECONDS = 300
+LONGEST_TIMEOUT_SECONDS = 24 * 3600
+TEMPLATES = {
+    "base": "rki5dems9wqfm4r03t7g",
+    "code-interpreter-v1": "nlhz8vlwyupq845jsdg9",
+    "code-interpreter-beta": "nlhz8vlwyupq845jsdg9",
+}
+_ALPHABET = string.ascii_lowercase + string.digits
+
+
+class NotFound(Exception):
+    """No sandbox, snapshot or template with that name."""
+
+
+class Conflict(Exception):
+    """It is in a state in which that cannot be done."""
+
+
+class BadRequest(Exception):
+    """The request is wrong."""
+
+
+class UnknownUser(Exception):
+    """The sandbox has no such user."""
+
+
+def _new_id(prefix: str) -> str:
+    return prefix + "".join(secrets.choice(_ALPHABET) for _ in range(19))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lifecycle:
+    """What happens when the timeout is over."""
+
+    auto_pause: bool = False
+    keep_memory: bool = True
+    auto_resume: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Snapshot:
+    snapshot_id: str
+    backing_id: str
+    sandbox_id: str
+    name: str | None
+    template: str
+    created_at: float
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Sandbox:
+    """One emulated sandbox. `backing_id` is None while it is paused without its memory."""
+
+    sandbox_id: str
+    template_id: str
+    alias: str | None
+    backing_id: str | None
+    metadata: dict[str, str]
+    environment: dict[str, str]
+    started_at: float
+    end_at: float
+    timeout: float
+    lifecycle: Lifecycle
+    network: dict[str, Any]
+    allow_internet_access: bool | None
+    envd_token: str | None
+    traffic_token: str | None
+    volume_mounts: list[dict[str, Any]] = field(default_factory=list)
+    paused: bool = False
+    frozen: bool = False
+    paused_snapshot: str | None = None
+    broken: bool = False
+    boot_id: str = field(default_factory=lambda: str(uuid.uuid4()))
+    timer: Timer | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    cut: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when every open connection into the sandbox ends: at kill and at pause. New after a resume."""
+    agents: dict[str, Agent] = field(default_factory=dict)
+    homes: dict[str, str] = field(default_factory=dict)
+    processes: dict[int, GuestProcess] = field(default_factory=dict)
+    watchers: dict[str, Any] = field(default_factory=dict)
+    interpreter: Any = None
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def state(self) -> str:
+        return "paused" if self.paused else "running"
+
+    @property
+    def backing(self) -> str:
+        if self.backing_id is None:
+            raise NotFound(self.sandbox_id)
+        return self.backing_id
+
+
+class Sandboxes:
+    """All sandboxes of the emulator. Every change of one happens under its own lock."""
+
+    def __init__(self, ground: Ground) -> None:
+        self.ground = ground
+        self.table: dict[str, Sandbox] = {}
+        self.snapshots: dict[str, Snapshot] = {}
+        self.ended: dict[str, tuple[float, Sandbox]] = {}  # for lists that lag
+
+    def get(self, sandbox_id: str) -> Sandbox:
+        try:
+            return self.table[sandbox_id]
+        except KeyError:
+            raise NotFound(f"sandbox {sandbox_id!r} not found") from None
+
+    # ------------------------------------------------------------ making
+
+    async def create(self, asked: dict[str, Any]) -> Sandbox:
+        """From the body of a create call."""
+        template = asked.get("templateID")
+        if not isinstance(template, str) or not template:
+            raise BadRequest("templateID is required")
+        snapshot = self._snapshot(template)
+        alias = template.partition(":")[0]
+        if snapshot is None and alias not in TEMPLATES and alias not in TEMPLATES.values():
+            raise NotFound(f"template '{template}' not found")
+        auto_resume = asked.get("autoResume") or {}
+        keep_memory = asked.get("autoPauseMemory")
+        lifecycle = Lifecycle(
+            auto_pause=bool(asked.get("autoPause")),
+            keep_memory=keep_memory is not False,
+            auto_resume=bool(auto_resume.get("enabled") if isinstance(auto_resume, dict) else auto_resume),
+        )
+        network = asked.get("network") or {}
+        traffic = network.get("allowPublicTraffic") is False
+        environment = _strings(asked.get("envVars"), "envVars")
+        now = self.ground.clock.now()
+        timeout = checked_timeout(asked.get("timeout"))
+        metadata = _strings(asked.get("metadata"), "metadata")
+        backing = await self._make_backing(snapshot.backing_id if snapshot else None)
+        sandbox = Sandbox(
+            sandbox_id=_new_id("i"),
+            template_id=snapshot.template if snapshot else TEMPLATES.get(alias, alias),
+            alias=None if snapshot or alias not in TEMPLATES else alias,
+            backing_id=backing,
+            metadata=metadata,
+            environment=environment,
+            started_at=now,
+            end_at=now + timeout,
+            timeout=timeout,
+            lifecycle=lifecycle,
+            network=network,
+            allow_internet_access=asked.get("allow_internet_access"),
+            envd_token=None if asked.get("secure") is False else "ea_" + secrets.token_hex(24),
+            traffic_token="ta_" + secrets.token_hex(24) if traffic else None,
+            volume_mounts=asked.get("volumeMounts") or [],
+        )
+        self.table[sandbox.sandbox_id] = sandbox
+        self._arm(sandbox)
+        return sandbox
+
+    async def _make_backing(self, snapshot: str | None) -> str:
+        return await self.ground.backing.create(snapshot=snapshot, command=first_process())
+
+    async def fork(self, sandbox_id: str, count: int, timeout: float | None) -> list[Sandbox | Exception]:
+        """Copies of a running sandbox's files, each with its own id and lifetime."""
+        source = self.get(sandbox_id)
+        async with source.lock:
+            if source.paused:
+                raise Conflict("sandbox is paused")
+            copied = await self.ground.backing.snapshot(source.backing)
+
+        async def one() -> Sandbox | Exception:
+            try:
+                backing = await self._make_backing(copied)
+            except LowtideError as error:
+                return error
+            now = self.ground.clock.now()
+            lasting = checked_timeout(timeout) if timeout is not None else source.timeout
+            made = Sandbox(
+                sandbox_id=_new_id("i"),
+                template_id=source.template_id,
+                alias=source.alias,
+                backing_id=backing,
+                metadata=dict(source.metadata),
+                environment=dict(source.environment),
+                started_at=now,
+                end_at=now + lasting,
+                timeout=lasting,
+                lifecycle=source.lifecycle,
+                network=dict(source.network),
+                allow_internet_access=source.allow_internet_access,
+                envd_token="ea_" + secrets.token_hex(24) if source.envd_token else None,
+                traffic_token="ta_" + secrets.token_hex(24) if source.traffic_token else None,
+            )
+            self.table[made.sandbox_id] = made
+            self._arm(made)
+            return made
+
+        return list(await asyncio.gather(*(one() for _ in range(count))))
+
+    # ------------------------------------------------------------ lifetime
+
+    def set_timeout(self, sandbox_id: str, seconds: float) -> None:
+        """From now; can shorten. A paused sandbox has none."""
+        sandbox = self.get(sandbox_id)
+        if sandbox.paused:
+            raise NotFound(f"sandbox {sandbox_id!r} is not running")
+        sandbox.timeout = seconds
+        sandbox.end_at = self.ground.clock.now() + seconds
+        self._arm(sandbox)
+
+    def _arm(self, sandbox: Sandbox) -> None:
+        if sandbox.timer is not None:
+            sandbox.timer.cancel()
+        sandbox.timer = self.ground.clock.at(sandbox.end_at, lambda: self._expire(sandbox))
+
+    async def _expire(self, sandbox: Sandbox) -> None:
+        if self.table.get(sandbox.sandbox_id) is not sandbox or sandbox.paused:
+            return
+        if sandbox.end_at > self.ground.clock.now():
+            self._arm(sandbox)
+        elif sandbox.lifecycle.auto_pause:
+            with contextlib.suppress(Conflict, NotFound):
+                await self.pause(sandbox.sandbox_id, keep_memory=sandbox.lifecycle.keep_memory)
+        else:
+            with contextlib.suppress(NotFound):
+                await self.kill(sandbox.sandbox_id)
+
+    async def connect(self, sandbox_id: str, timeout: float | None, *, reboot: bool) -> tuple[Sandbox, bool]:
+        """Attach, resume when paused, and extend (never shorten) the life. True when it was resumed."""
+        sandbox = self.get(sandbox_id)
+        seconds = DEFAULT_TIMEOUT_SECONDS if timeout is None else timeout
+        async with sandbox.lock:
+            self.get(sandbox_id)
+            if sandbox.paused:
+                if reboot and sandbox.frozen:
+                    await self._to_disk(sandbox)
+                await self._resume(sandbox, seconds)
+                return sandbox, True
+            until = self.ground.clock.now() + seconds
+            if until > sandbox.end_at:
+                sandbox.timeout, sandbox.end_at = seconds, until
+                self._arm(sandbox)
+            return sandbox, False
+
+    async def running(self, sandbox_id: str) -> Sandbox:
+        """For traffic into it: running, or woken when it was made so. NotFound otherwise."""
+        sandbox = self.get(sandbox_id)
+        if sandbox.paused:
+            if not (sandbox.lifecycle.auto_resume and sandbox.frozen):
+                raise NotFound(f"sandbox {sandbox_id!r} is paused")
+            async with sandbox.lock:
+                if sandbox.paused:
+                    await self._resume(sandbox, max(sandbox.timeout, DEFAULT_TIMEOUT_SECONDS))
+        if sandbox.broken:
+            raise NotFound(f"sandbox {sandbox_id!r} never started")
+        return sandbox
+
+    async def kill(self, sandbox_id: str) -> None:
+        sandbox = self.get(sandbox_id)
+        del self.table[sandbox_id]
+        self.ended[sandbox_id] = (self.ground.clock.now(), sandbox)
+        while len(self.ended) > 1000:
+            self.ended.pop(next(iter(self.ended)))
+        if sandbox.timer is not None:
+            sandbox.timer.cancel()
+        sandbox.cut.set()
+        async with sandbox.lock:
+            await self._let_go(sandbox)
+            if sandbox.backing_id is not None:
+                await self.ground.backing.destroy(sandbox.backing_id)
+            if sandbox.paused_snapshot is not None:
+                with contextlib.suppress(LowtideError):
+                    await self.ground.backing.delete_snapshot(sandbox.paused_snapshot)
+
+    # ------------------------------------------------------------ pausing
+
+    async def pause(self, sandbox_id: str, *, keep_memory: bool) -> None:
+        sandbox = self.get(sandbox_id)
+        async with sandbox.lock:
+            self.get(sandbox_id)
+            if sandbox.paused:
+                raise Conflict(f"sandbox {sandbox_id!r} is already paused")
+            if sandbox.timer is not None:
+                sandbox.timer.cancel()
+            sandbox.paused = True
+            sandbox.end_at = self.ground.clock.now()
+            sandbox.cut.set()
+            if keep_memory:
+                await self._freeze(sandbox, "STOP")
+                sandbox.frozen = True
+            else:
+                await self._to_disk(sandbox)
+
+    async def _to_disk(self, sandbox: Sandbox) -> None:
+        """Keep the files alone: what ran, ends; the next boot is a new one."""
+        await self._let_go(sandbox)
+        backing = sandbox.backing
+        sandbox.paused_snapshot = await self.ground.backing.snapshot(backing)
+        sandbox.backing_id, sandbox.frozen = None, False
+        await self.ground.backing.destroy(backing)
+
+    async def _resume(self, sandbox: Sandbox, seconds: float) -> None:
+        if sandbox.frozen:
+            await self._freeze(sandbox, "CONT")
+        else:
+            sandbox.backing_id = await self._make_backing(sandbox.paused_snapshot)
+            sandbox.paused_snapshot = None  # the new sandbox stands on it
+            sandbox.boot_id = str(uuid.uuid4())
+        sandbox.paused = sandbox.frozen = False
+        sandbox.cut = asyncio.Event()
+        sandbox.timeout = seconds
+        sandbox.end_at = self.ground.clock.now() + seconds
+        self._arm(sandbox)
+
+    async def _freeze(self, sandbox: Sandbox, signal: str) -> None:
+        provider: object = self.ground.backing.provider
+        if isinstance(provider, Pauses):
+            await (provider.pause if signal == "STOP" else provider.resume)(sandbox.backing)
+            return
+        users = ["user", "root"] if users_are_real() else [None]
+        for user in users:
+            await self.ground.backing.run(sandbox.backing, ("/bin/sh", "-c", f"kill -{signal} -1"), user=user)
+
+    # ------------------------------------------------------------ snapshots
+
+    async def snapshot(self, sandbox_id: str, name: str | None) -> Snapshot:
+        sandbox = self.get(sandbox_id)
+        async with sandbox.lock:
+            if sandbox.backing_id is None:
+                raise Conflict("sandbox is paused")
+            backing = await self.ground.backing.snapshot(sandbox.backing_id)
+        made = Snapshot(
+            snapshot_id=_new_id("s") + ":default",
+            backing_id=backing,
+            sandbox_id=sandbox_id,
+            name=name,
+            template=sandbox.template_id,
+            created_at=self.ground.clock.now(),
+        )
+        self.snapshots[made.snapshot_id] = made
+        return made
+
+    async def delete_snapshot(self, snapshot_id: str) -> None:
+        snapshot = self._snapshot(snapshot_id)
+        if snapshot is None:
+            raise NotFound(f"template '{snapshot_id}' not found")
+        del self.snapshots[snapshot.snapshot_id]
+        with contextlib.suppress(LowtideError):  # in use below a running sandbox: goes with the emulator
+            await self.ground.backing.delete_snapshot(snapshot.backing_id)
+
+    def _snapshot(self, name: str) -> Snapshot | None:
+        for snapshot in self.snapshots.values():
+            known = {snapshot.snapshot_id, snapshot.snapshot_id.partition(":")[0], snapshot.name}
+            if name in known or name.partition(":")[0] in known:
+                return snapshot
+        return None
+
+    # ------------------------------------------------------------ the inside
+
+    async def home(self, sandbox: Sandbox, user: str) -> str:
+        """The user's home directory. UnknownUser when the sandbox has no such user."""
+        if user in ("user", "root"):
+            return "/home/user" if user == "user" else "/root"
+        if user not in sandbox.homes:
+            code, line = await self.ground.backing.run(sandbox.backing, ("getent", "passwd", "--", user))
+            fields = line.decode("utf-8", "replace").strip().split(":")
+            if code != 0 or len(fields) < 7:
+                raise UnknownUser(f"user '{user}' not found")
+            sandbox.homes[user] = fields[5]
+        return sandbox.homes[user]
+
+    @staticmethod
+    def account(user: str) -> str | None:
+        """What the backing provider calls that user."""
+        return user if users_are_real() else None
+
+    async def agent(self, sandbox: Sandbox, user: str) -> Agent:
+        """The file agent that works as `user`, started when it is first needed."""
+        agent = sandbox.agents.get(user)
+        if agent is None or agent.ended:
+            home = await self.home(sandbox, user)
+            async with sandbox.lock:
+                agent = sandbox.agents.get(user)
+                if agent is None or agent.ended:
+                    agent = await Agent.start(
+                        self.ground.backing, sandbox.backing, user=self.account(user), home=home
+                    )
+                    sandbox.agents[user] = agent
+        return agent
+
+    async def _let_go(self, sandbox: Sandbox) -> None:
+        closing: list[Awaitable[None]] = [agent.aclose() for agent in sandbox.agents.values()]
+        closing += [process.aclose() for process in sandbox.processes.values()]
+        if sandbox.interpreter is not None:
+            closing.append(sandbox.interpreter.aclose())
+        sandbox.agents, sandbox.processes, sandbox.interpreter = {}, {}, None
+        sandbox.watchers.clear()
+        await asyncio.gather(*closing, return_exceptions=True)
+
+    async def aclose(self) -> None:
+        for sandbox in self.table.values():
+            sandbox.cut.set()
+        await asyncio.gather(*(self._let_go(sandbox) for sandbox in self.table.values()))
+
+    def matching(self, accept: Callable[[Sandbox], bool], extra: Iterable[Sandbox] = ()) -> list[Sandbox]:
+        return [sandbox for sandbox in (*self.table.values(), *extra) if accept(sandbox)]
+
+
+def checked_timeout(given: Any) -> float:
+    if given is None:
+        return DEFAULT_TIMEOUT_SECONDS
+    if isinstance(given, bool) or not isinstance(given, int | float) or given < 0:
+        raise BadRequest("timeout is a number of seconds, 0 or more")
+    if given > LONGEST_TIMEOUT_SECONDS:
+        raise BadRequest("Timeout cannot be greater than 24 hours")
+    return float(given)
+
+
+def _strings(given: Any, name: str) -> dict[str, str]:
+    if given is None:
+        return {}
+    if not (isinstance(given, dict) and all(isinstance(v, str) for v in given.values())):
+        raise BadRequest(f"{name} is an object of strings")
+    return dict(given)

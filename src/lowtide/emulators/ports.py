@@ -1,0 +1,140 @@
+"""Requests into a sandbox's own ports: HTTP and WebSocket, passed through as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+
+import aiohttp
+import yarl
+from aiohttp import web
+from multidict import CIMultiDict
+
+_HOP_BY_HOP = frozenset(
+    [
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "te",
+        "trailer",
+        "trailers",
+        "transfer-encoding",
+        "upgrade",
+    ]
+)
+
+
+class PortClosed(Exception):
+    """Nothing in the sandbox listens there."""
+
+
+class PortProxy:
+    """Passes requests on; one connection pool for all sandboxes of an emulator."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+
+    def _client(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, force_close=True),
+                timeout=aiohttp.ClientTimeout(total=None),
+                auto_decompress=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        return self._session
+
+    async def forward(
+        self,
+        request: web.Request,
+        base: str,
+        *,
+        path: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        drop: frozenset[str] = frozenset(),
+    ) -> web.StreamResponse:
+        """Answer `request` with what `base` answers. PortClosed when nothing is there."""
+        target = base.rstrip("/") + (request.raw_path if path is None else path)
+        passed: CIMultiDict[str] = CIMultiDict(
+            (name, value)
+            for name, value in request.headers.items()
+            if name.lower() not in _HOP_BY_HOP and name.lower() not in drop
+        )
+        for name, value in (headers or {}).items():
+            passed[name] = value
+        if request.headers.get("Upgrade", "").lower() == "websocket":
+            return await self._websocket(request, target, passed)
+        body: AsyncIterator[bytes] | None = None
+        if request.can_read_body:
+            body = request.content.iter_any()
+        try:
+            answer = await self._client().request(
+                request.method, _exact(target), headers=passed, data=body, allow_redirects=False
+            )
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            raise PortClosed from error
+        async with answer:
+            response = web.StreamResponse(status=answer.status, reason=answer.reason)
+            for name, value in answer.headers.items():
+                if name.lower() not in _HOP_BY_HOP:
+                    response.headers.add(name, value)
+            await response.prepare(request)
+            with contextlib.suppress(aiohttp.ClientError, ConnectionError):
+                async for piece in answer.content.iter_any():
+                    await response.write(piece)
+            await response.write_eof()
+            return response
+
+    async def _websocket(
+        self, request: web.Request, target: str, headers: CIMultiDict[str]
+    ) -> web.StreamResponse:
+        for name in [name for name in headers if name.lower().startswith("sec-websocket-")]:
+            headers.popall(name, None)
+        offered = [
+            p.strip() for p in request.headers.get("Sec-WebSocket-Protocol", "").split(",") if p.strip()
+        ]
+        try:
+            inner = await self._client().ws_connect(
+                _exact(target), headers=headers, protocols=offered, max_msg_size=0, autoping=False
+            )
+        except aiohttp.WSServerHandshakeError as error:
+            return web.Response(status=error.status)
+        except aiohttp.ClientError as error:
+            raise PortClosed from error
+        protocols = (inner.protocol,) if inner.protocol else ()
+        outer = web.WebSocketResponse(protocols=protocols, max_msg_size=0, autoping=False)
+        await outer.prepare(request)
+        sides = [asyncio.create_task(_pass_on(outer, inner)), asyncio.create_task(_pass_on(inner, outer))]
+        await asyncio.wait(sides, return_when=asyncio.FIRST_COMPLETED)
+        for side in sides:
+            side.cancel()
+        await asyncio.gather(*sides, return_exceptions=True)
+        await inner.close()
+        await outer.close()
+        return outer
+
+    async def aclose(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+
+def _exact(url: str) -> yarl.URL:
+    return yarl.URL(url, encoded=True)
+
+
+_Socket = web.WebSocketResponse | aiohttp.ClientWebSocketResponse
+
+
+async def _pass_on(source: _Socket, sink: _Socket) -> None:
+    async for message in source:
+        if message.type is aiohttp.WSMsgType.TEXT:
+            await sink.send_str(message.data)
+        elif message.type is aiohttp.WSMsgType.BINARY:
+            await sink.send_bytes(message.data)
+        elif message.type is aiohttp.WSMsgType.PING:
+            await sink.ping(message.data)
+        elif message.type is aiohttp.WSMsgType.PONG:
+            await sink.pong(message.data)
+    await sink.close(code=source.close_code or 1000)

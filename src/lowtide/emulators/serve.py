@@ -1,0 +1,102 @@
+"""Serving emulators in this process until something ends it: a signal, a closed stdin, or the command's end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lowtide.emulators.ground import Ground, Settings
+from lowtide.errors import MissingDependencyError
+
+
+def serve(
+    settings: Settings,
+    *,
+    ready: Callable[[dict[str, Any]], None],
+    command: Sequence[str] = (),
+    until_stdin_closes: bool = False,
+) -> int:
+    """Serve until SIGINT, SIGTERM or SIGHUP, or run `command` with the environment set and end after it.
+
+    Returns the exit code: the command's, else 0.
+    """
+    try:
+        import aiohttp
+        import cryptography
+    except ModuleNotFoundError as error:
+        install = 'pip install "lowtide[emulators]"'
+        raise MissingDependencyError(f"emulators need {error.name}: {install}", install=install) from error
+    del aiohttp, cryptography
+    return asyncio.run(_serve(settings, ready, tuple(command), until_stdin_closes))
+
+
+async def _serve(
+    settings: Settings,
+    ready: Callable[[dict[str, Any]], None],
+    command: tuple[str, ...],
+    until_stdin_closes: bool,
+) -> int:
+    end = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    caught: list[int] = []
+
+    def on_signal(number: int) -> None:
+        caught.append(number)
+        end.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        async with Ground(settings) as ground:
+            ready(ground.description())
+            if until_stdin_closes:
+                _watch_stdin(loop, end)
+            if not command:
+                await end.wait()
+                return 0
+            return await _run(command, ground.environment(), end, caught)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.remove_signal_handler(number)
+
+
+async def _run(
+    command: tuple[str, ...], environment: dict[str, str], end: asyncio.Event, caught: list[int]
+) -> int:
+    try:
+        child = await asyncio.create_subprocess_exec(*command, env={**os.environ, **environment})
+    except FileNotFoundError:
+        sys.stderr.write(f"lowtide emulate: {command[0]}: command not found\n")
+        return 127
+    except PermissionError:
+        sys.stderr.write(f"lowtide emulate: {command[0]}: not executable\n")
+        return 126
+    waiting = asyncio.create_task(child.wait())
+    while not waiting.done():
+        ended = asyncio.create_task(end.wait())
+        await asyncio.wait({waiting, ended}, return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        if end.is_set() and not waiting.done():
+            end.clear()
+            # Ctrl+C in a terminal has reached the command as well; it decides how to end.
+            if not (caught and caught[-1] == signal.SIGINT and sys.stdin.isatty()):
+                with contextlib.suppress(ProcessLookupError):
+                    child.send_signal(caught[-1] if caught else signal.SIGTERM)
+    code = waiting.result()
+    return 128 - code if code < 0 else code
+
+
+def _watch_stdin(loop: asyncio.AbstractEventLoop, end: asyncio.Event) -> None:
+    stdin = sys.stdin.fileno()
+
+    def readable() -> None:
+        if not os.read(stdin, 4096):
+            loop.remove_reader(stdin)
+            end.set()
+
+    loop.add_reader(stdin, readable)
