@@ -118,5 +118,5 @@ def arguments(
     args += ["--proc", "/proc", "--clearenv"]
     for key, value in environment.items():
         args += ["--setenv", key, value]
-    args += ["--chdir", working_dir, "--argv0", "lowtide"]
+    args += ["--dir", working_dir, "--chdir", working_dir, "--argv0", "lowtide"]
     return args

@@ -96,12 +96,36 @@ def kill(outer: ProcessMark | None, inner: ProcessMark | None, sandbox_id: str) 
 
 
 def _child_of(outer: ProcessMark) -> ProcessMark | None:
-    """The outer bwrap's only child, for the moment before it was written down."""
+    """The outer bwrap's only child, for the moment before it was written down.
+
+    The outer one is stopped first: killed between making its child and writing it down, it would leave
+    a child behind that waits for it for ever and that nobody knows of.
+    """
+    fd = outer.open()
+    if fd is None:
+        return None
+    try:
+        signal.pidfd_send_signal(fd, signal.SIGSTOP)
+    except ProcessLookupError:
+        return None
+    finally:
+        os.close(fd)
+    deadline = time.monotonic() + 1.0
+    while _state(outer.pid) not in ("T", "Z", "X", "") and time.monotonic() < deadline:
+        time.sleep(0.0005)
     for child in _children(outer.pid):
         start = start_time(child)
         if start is not None and outer.alive():
             return ProcessMark(child, start)
     return None
+
+
+def _state(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0].decode()
+    except (OSError, IndexError):
+        return ""
 
 
 def _children(pid: int) -> list[int]:
@@ -166,12 +190,13 @@ def remove_tree(top: Path) -> None:
     except FileNotFoundError:
         return
     try:
-        _remove(parent, top.name)
+        remove_at(parent, top.name)
     finally:
         os.close(parent)
 
 
-def _remove(parent: int, name: str) -> None:
+def remove_at(parent: int, name: str) -> None:
+    """The same, of a name in an open directory."""
     # A list and not recursion: a sandbox can make directories deeper than the stack.
     try:
         os.rmdir(name, dir_fd=parent)

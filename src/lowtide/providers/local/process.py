@@ -42,7 +42,7 @@ class LocalProcess:
         self._tty = False
         self._loop = asyncio.get_running_loop()
         self._exit: asyncio.Future[int] = self._loop.create_future()
-        self._exit.add_done_callback(lambda done: done.exception())  # nobody has to ask
+        self._exit.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody has to ask
         self._wake: asyncio.Event = asyncio.Event()
         self._loop.add_reader(reply.socket.fileno(), self._on_reply)
 

@@ -134,7 +134,7 @@ class LocalProvider:
         groups = cgroups.plan(spec.lease_id, spec.limits, without=by_rlimit)
         if spec.limits.disk_bytes is not None:
             disk.check(self._owner)
-        if not self._make_place(place, spec, foundation, groups):
+        if not self._make_place(client, place, spec, foundation, groups):
             return await self.get(spec.lease_id)
         try:
             cgroups.make(groups)
@@ -232,7 +232,12 @@ class LocalProvider:
         )
 
     def _make_place(
-        self, place: Place, spec: SandboxSpec, foundation: Foundation, groups: Sequence[cgroups.Group]
+        self,
+        client: SpawnerClient,
+        place: Place,
+        spec: SandboxSpec,
+        foundation: Foundation,
+        groups: Sequence[cgroups.Group],
     ) -> bool:
         """The directory and what is written in it, before any process runs. False: it is already there."""
         try:
@@ -250,7 +255,7 @@ class LocalProvider:
             "working_dir": spec.working_dir or foundation.working_dir,
             "cgroups": [str(group.path) for group in groups],
             "pids": spec.limits.pids,
-            "disk": spec.limits.disk_bytes is not None,
+            "disk": client.translate(f"{place.path}/disk") if spec.limits.disk_bytes is not None else None,
             "foundation": dict(foundation.record),
         }
         draft = f"{place.path}/.spec"
@@ -584,7 +589,7 @@ class LocalProvider:
             raise SandboxNotFoundError(
                 f"there is no sandbox {sandbox_id}", provider="local", sandbox_id=sandbox_id
             )
-        return await asyncio.to_thread(self.snapshots.take, place, spec, name)
+        return await asyncio.to_thread(self.snapshots.take, place, spec, name, _upper(place, spec))
 
     async def snapshot_and_destroy(self, sandbox_id: str, name: str, *, grace_seconds: float = 0.0) -> str:
         """The same as both calls, without the copy: the layers change their owner."""
@@ -603,7 +608,7 @@ class LocalProvider:
 
     def _stop_and_take(self, place: Place, spec: dict[str, Any], name: str, grace_seconds: float) -> str:
         destroy.stop(place, grace_seconds)
-        return self.snapshots.take(place, spec, name, move=True)
+        return self.snapshots.take(place, spec, name, str(place.path), move=True)
 
     async def delete_snapshot(self, snapshot_id: str) -> bool:
         return await asyncio.to_thread(self.snapshots.delete, snapshot_id, self.home / "sandboxes")
@@ -670,6 +675,16 @@ class _Inside:
             return await client.request(message, [pidfd, *fds])
         finally:
             os.close(pidfd)
+
+
+def _upper(place: Place, spec: Mapping[str, Any]) -> str:
+    """Where its upper layers can be read: a disk of its own is mounted only where its processes are."""
+    outer, _ = place.processes()
+    if not spec["disk"]:
+        return str(place.path)
+    if outer is None or not outer.alive():
+        raise gone(place.sandbox_id, "the sandbox has ended, and the disk of a fixed size with it")
+    return f"/proc/{outer.pid}/root{spec['disk']}"
 
 
 def _trees(foundation: Foundation) -> list[str]:

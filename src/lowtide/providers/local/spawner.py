@@ -217,20 +217,20 @@ class Creation:
             os.close(fd)
 
     def fork(self) -> int:
-        alive_r, alive_w = os.pipe()
         middle = os.fork()
         if middle == 0:
             try:
+                between = os.getpid()
                 if os.fork() == 0:
-                    os.close(alive_w)
-                    os.read(alive_r, 1)  # end of file: the one between is gone and init is the parent
+                    # bwrap dies with its parent, and that must be init and not the one between. (An end of
+                    # file on a pipe would be too early: descriptors are closed before children are told.)
+                    while os.getppid() == between:
+                        os.sched_yield()
                     self.become_bwrap()
             except BaseException as error:
                 complain(self.stderr, error)
             finally:
                 os._exit(1)
-        os.close(alive_r)
-        os.close(alive_w)
         return middle
 
     def become_bwrap(self) -> None:
@@ -281,7 +281,12 @@ class Creation:
     def advance(self) -> None:
         """bwrap said who the first process in the namespaces is: give it its ids and let it go on."""
         try:
-            said = os.read(self.info_r, 65536)
+            said = b""
+            while not said.rstrip().endswith(b"}"):  # bwrap writes it in pieces, and dies of a closed pipe
+                piece = os.read(self.info_r, 65536)
+                if not piece:
+                    break
+                said += piece
             inner = json.loads(said)["child-pid"] if said else 0
             if not inner:
                 return send(self.reply, {"error": "bwrap"})
@@ -604,7 +609,7 @@ def call_write(message: dict, fds: Fds) -> None:
     try:
         os.fchmod(fd, mode)
         send(fds[0], {"ok": True}, [fd])
-        if socket.socket(fileno=fds[0]).recv(1) == b"C":
+        if os.read(fds[0], 1) == b"C":
             os.rename(temporary, name, src_dir_fd=place, dst_dir_fd=place)
             done = True
             send(fds[0], {"ok": True})
@@ -700,25 +705,22 @@ def call_read_tree(message: dict, fds: Fds) -> None:
     if not stat.S_ISDIR(os.stat(path).st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
 
-    def plain(member):  # type: ignore[no-untyped-def]
-        member.uid = member.gid = 0
-        if member.isreg() and not os.access("/" + member.name_on_disk, os.R_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        return member
-
     with os.fdopen(fds[2], "wb", buffering=1 << 18) as out:
         with Tree.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT, errors="surrogateescape") as tar:
-            pack(tar, path, "")
+            pack(tar, path, "", os.stat(path).st_dev)
     send(fds[0], {"ok": True})
 
 
-def pack(tar, path: str, inner: str) -> None:  # type: ignore[no-untyped-def]
+def pack(tar, path: str, inner: str, device: int) -> None:  # type: ignore[no-untyped-def]
     with os.scandir(path) as found:
         names = sorted(item.name for item in found)
     for name in names:
         full, arcname = f"{path}/{name}", f"{inner}/{name}" if inner else name
         try:
-            mode = os.lstat(full).st_mode
+            info = os.lstat(full)
+            mode = info.st_mode
+            if stat.S_ISDIR(mode) and info.st_dev != device:
+                continue  # a mount: this machine's Python, /proc
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)):
                 continue
             member = tar.gettarinfo(full, arcname)
@@ -730,7 +732,7 @@ def pack(tar, path: str, inner: str) -> None:  # type: ignore[no-untyped-def]
         if not member.isreg():
             tar.addfile(member)
             if member.isdir():
-                pack(tar, full, arcname)
+                pack(tar, full, arcname, device)
             continue
         fd = open_regular(full, os.O_RDONLY | os.O_NOFOLLOW)
         with os.fdopen(fd, "rb") as file:
