@@ -115,7 +115,7 @@ class World:
         actor.process.stdin.flush()
         answer = actor.until("ALIVE")
         lost = [line for line in actor.lines if line.startswith("LOST")]
-        assert answer == f"ALIVE {len(actor.made())}", f"wrongly ended: {lost}"
+        assert answer == f"ALIVE {len(actor.made())}", f"wrongly ended: {lost}; {self.log()[-3000:]}"
         assert actor.wait() == 0
         self.spared -= actor.made()
 
