@@ -17,11 +17,14 @@ from typing import TYPE_CHECKING
 from lowtide.errors import SandboxFileError, SandboxUnavailableError, ValidationError
 from lowtide.providers.base import FileEntry, FileKind
 from lowtide.providers.docker import inside
+from lowtide.providers.docker.channel import ChannelProcess
 from lowtide.providers.docker.client import RawStream
 from lowtide.providers.docker.faults import file_error
 
 if TYPE_CHECKING:
     from lowtide.providers.docker.provider import DockerProvider
+
+Stream = RawStream | ChannelProcess
 
 _LENGTH = struct.Struct("<L")
 _CHUNK = 256 * 1024  # what inside.c takes at most
@@ -45,7 +48,7 @@ def checked(path: str) -> str:
 class Answer:
     """What a file call inside says: a line, then bytes."""
 
-    def __init__(self, stream: RawStream, path: str, sandbox_id: str) -> None:
+    def __init__(self, stream: Stream, path: str, sandbox_id: str) -> None:
         self._stream, self._path, self._sandbox_id = stream, path, sandbox_id
         self._rest = b""
         self._noise = b""

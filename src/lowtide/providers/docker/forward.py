@@ -7,7 +7,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from lowtide.errors import LowtideError
-from lowtide.providers.docker.client import RawStream
+from lowtide.providers.docker.channel import ChannelProcess
 
 if TYPE_CHECKING:
     from lowtide.providers.docker.provider import DockerProvider
@@ -49,7 +49,7 @@ class Forward:
             writer.close()
 
 
-async def _relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, stream: RawStream) -> None:
+async def _relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, stream: ChannelProcess) -> None:
     async def outward() -> None:
         first = b""
         while (chunk := await stream.next()) is not None:

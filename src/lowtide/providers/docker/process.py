@@ -1,4 +1,4 @@
-"""One running command in a container: `DockerProcess`.
+"""One command through the engine's own exec: `ExecProcess`, for terminals and other users.
 
 The engine's exec has no kill, tells the exit code only to who asks again, and keeps the streams open
 while a background job holds them. So each command runs under our own parent process (`inside run`),
@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import secrets
 import signal
-from collections import deque
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +24,13 @@ from lowtide.errors import (
 from lowtide.providers.base import STDERR, STDOUT, ProcessSpec, TerminalSize
 from lowtide.providers.docker import inside
 from lowtide.providers.docker.client import HIGH_WATER, EngineClient, RawStream
+from lowtide.providers.docker.output import Output
 
 if TYPE_CHECKING:
     from lowtide.providers.docker.provider import DockerProvider
 
 
-class DockerProcess:
+class ExecProcess:
     """Implements `ProcessHandle`."""
 
     def __init__(
@@ -46,11 +46,7 @@ class DockerProcess:
         mark = b"\xff" + self._token.encode()
         open_streams = (STDOUT,) if spec.tty else (STDOUT, STDERR)
         self._ends = {number: _EndMark(mark) for number in open_streams}
-        self._chunks: deque[tuple[int, bytes]] = deque()
-        self._waiting = 0
-        self._news: asyncio.Future[None] | None = None
-        self._exit: asyncio.Future[int] = client.loop.create_future()
-        self._exit.add_done_callback(_seen)
+        self._output = Output(self._read)
         self._complaint = b""
 
     async def start(self) -> None:
@@ -72,38 +68,23 @@ class DockerProcess:
 
     # -- what the seam asks for
 
-    async def output(self) -> AsyncIterator[tuple[int, bytes]]:
-        while True:
-            while self._chunks:
-                chunk = self._chunks.popleft()
-                self._waiting -= len(chunk[1])
-                if self._waiting < HIGH_WATER // 2:
-                    self._stream.resume_reading()
-                yield chunk
-            if self._exit.done():
-                if self._chunks:
-                    continue
-                error = self._exit.exception()
-                if error is not None:
-                    raise error
-                return
-            self._news = self._client.loop.create_future()
-            await self._news
+    def output(self) -> AsyncIterator[tuple[int, bytes]]:
+        return self._output.chunks()
 
     async def wait(self) -> int:
-        return await asyncio.shield(self._exit)
+        return await self._output.wait()
 
     async def write_stdin(self, data: bytes) -> None:
-        if self._exit.done():
+        if self._output.ended:
             raise BrokenPipeError("the command has ended")
         await self._stream.write(data)
 
     async def close_stdin(self) -> None:
-        if not self._exit.done():
+        if not self._output.ended:
             self._stream.write_eof()
 
     async def resize(self, size: TerminalSize) -> None:
-        if self._exit.done():
+        if self._output.ended:
             return
         with contextlib.suppress(SandboxNotFoundError), self._client.translated(self._sandbox_id):
             await self._exec.resize(h=size.rows, w=size.columns)
@@ -127,7 +108,7 @@ class DockerProcess:
     async def _tell(self, *words: str) -> None:
         """Ask from another exec. A command that is only just starting is not found at first."""
         for attempt in range(20):
-            if self._exit.done():
+            if self._output.ended:
                 return
             try:
                 found = await self._provider.inside(
@@ -149,39 +130,30 @@ class DockerProcess:
         if text:
             if len(self._complaint) < 400:
                 self._complaint += text[:400]
-            self._chunks.append((stream, text))
-            self._waiting += len(text)
-            if self._waiting > HIGH_WATER:
+            self._output.put(stream, text)
+            if self._output.waiting > HIGH_WATER:
                 self._stream.pause_reading()
         if end.code is not None and all(e.code is not None for e in self._ends.values()):
             self._finish(end.code)
-        elif text:
-            self._tell_reader()
+
+    def _read(self, _: int) -> None:
+        if self._output.waiting < HIGH_WATER // 2:
+            self._stream.resume_reading()
 
     def _finish(self, outcome: int | BaseException) -> None:
-        if self._exit.done():
-            return
-        if isinstance(outcome, int):
-            self._exit.set_result(outcome)
-        else:
-            self._exit.set_exception(outcome)
-        self._tell_reader()
+        self._output.finish(outcome)
         self._stream.close()
-
-    def _tell_reader(self) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
 
     def _closed(self, _: Any) -> None:
         """The stream ended without our mark: our parent process was killed, or never started."""
-        if not self._exit.done():
+        if not self._output.ended:
             task = self._client.loop.create_task(self._ask())
             self._asking = task  # a task that nobody holds may be collected
 
     async def _ask(self) -> None:
         for stream, end in self._ends.items():
             if end.rest:
-                self._chunks.append((stream, end.rest))
+                self._output.put(stream, end.rest)
         try:
             with self._client.translated(self._sandbox_id):
                 for pause in (0.01, 0.05, 0.2, 1.0, 2.0):
@@ -205,7 +177,7 @@ class DockerProcess:
             self._finish(codes[0])
         elif b"OCI runtime exec failed" in self._complaint or b"runc exec failed" in self._complaint:
             words = self._complaint.decode("utf-8", "replace").strip()
-            self._chunks.clear()
+            self._output.forget()
             self._finish(
                 ResourceExhaustedError(
                     f"the engine could not start the command: {words}",
@@ -216,11 +188,6 @@ class DockerProcess:
         else:
             # 137 without our mark may be the whole container going away under the command.
             self._finish(await self._provider.ended_with(self._sandbox_id, code))
-
-
-def _seen(future: asyncio.Future[int]) -> None:
-    if not future.cancelled():
-        future.exception()
 
 
 class _EndMark:

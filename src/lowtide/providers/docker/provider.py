@@ -35,11 +35,12 @@ from lowtide.providers.base import (
     Url,
 )
 from lowtide.providers.docker import container, files, images, inside
+from lowtide.providers.docker.channel import Channel, ChannelProcess
 from lowtide.providers.docker.client import EngineClient, RawStream
 from lowtide.providers.docker.endpoint import KEEP, Endpoint, fingerprint, resolve
 from lowtide.providers.docker.forward import Forward
 from lowtide.providers.docker.options import DockerOptions, PullPolicy
-from lowtide.providers.docker.process import DockerProcess
+from lowtide.providers.docker.process import ExecProcess
 
 if TYPE_CHECKING:
     from lowtide.providers.docker.images import PullProgress
@@ -89,6 +90,9 @@ class DockerProvider:
         self._watched: dict[str, asyncio.Task[None]] = {}
         self._ended: dict[str, SandboxInfo] = {}
         """How main processes of the caller's choice ended; the engine has removed them by then."""
+        self._channels: dict[str, asyncio.Task[Channel]] = {}
+        self._asleep: set[str] = set()
+        """Sandboxes this process has paused."""
         self._forwards: dict[tuple[str, int], Forward] = {}
         self.on_pull: Callable[[PullProgress], None] | None = None
         """Told about each step of a pull."""
@@ -124,7 +128,7 @@ class DockerProvider:
         client = self._client
         if client is None or client.loop is not asyncio.get_running_loop():
             client = self._client = EngineClient(self.endpoint)
-            self._pulls, self._forwards, self._watched = {}, {}, {}
+            self._pulls, self._forwards, self._watched, self._channels = {}, {}, {}, {}
         return client
 
     async def aclose(self) -> None:
@@ -132,6 +136,11 @@ class DockerProvider:
             forward.close()
         for task in (*self._watched.values(), *self._pulls.values()):
             task.cancel()
+        for opening in self._channels.values():
+            if opening.done() and not opening.cancelled() and opening.exception() is None:
+                opening.result().close()
+            opening.cancel()
+        self._channels.clear()
         self._forwards.clear()
         self._watched.clear()
         client, self._client = self._client, None
@@ -387,15 +396,19 @@ class DockerProvider:
         for key in [key for key in self._forwards if key[0] == sandbox_id]:
             self._forwards.pop(key).close()
         self._ended.pop(sandbox_id, None)
+        self._asleep.discard(sandbox_id)
+        self._channels.pop(sandbox_id, None)  # it breaks with the container, and tells its commands then
         task = self._watched.pop(sandbox_id, None)
         if task is not None:
             task.cancel()
 
     # -- running
 
-    async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> DockerProcess:
+    async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> ChannelProcess | ExecProcess:
+        if spec.tty is None and spec.user is None:
+            return await self._start_over_channel(sandbox_id, spec)
         client = await self.client()
-        process = DockerProcess(self, client, _checked_id(sandbox_id), spec)
+        process = ExecProcess(self, client, _checked_id(sandbox_id), spec)
         try:
             with client.translated(sandbox_id):
                 await process.start()
@@ -403,31 +416,75 @@ class DockerProvider:
             raise await self.explained(sandbox_id, error) from error.__cause__
         return process
 
-    async def inside(self, sandbox_id: str, *command: str, user: str = "") -> int:
+    async def _start_over_channel(self, sandbox_id: str, spec: ProcessSpec) -> ChannelProcess:
+        for last in (False, True):
+            channel = await self._channel(sandbox_id)
+            try:
+                async with asyncio.timeout(10):
+                    return await channel.start(spec)
+            except BrokenPipeError:
+                self._channels.pop(sandbox_id, None)  # it broke since it was last used
+            except TimeoutError as error:
+                info = await self.get(sandbox_id)
+                if info.state is SandboxState.PAUSED:
+                    raise self._paused(sandbox_id) from error
+                if last:
+                    raise
+        raise SandboxUnavailableError(
+            "the connection into the sandbox broke", provider="docker", sandbox_id=sandbox_id
+        )
+
+    async def _channel(self, sandbox_id: str) -> Channel:
+        """The standing connection into a sandbox; opened once, by whoever comes first."""
+        client = await self.client()
+        if sandbox_id in self._asleep:
+            raise self._paused(sandbox_id)
+        opening = self._channels.get(sandbox_id)
+        if opening is not None and opening.done() and (opening.exception() or not opening.result().alive):
+            opening = None
+        if opening is None:
+            opening = self._channels[sandbox_id] = client.loop.create_task(
+                self._open_channel(client, sandbox_id)
+            )
+            opening.add_done_callback(_seen)
+        return await asyncio.shield(opening)
+
+    async def _open_channel(self, client: EngineClient, sandbox_id: str) -> Channel:
+        channel = Channel(client, _checked_id(sandbox_id), lambda error: self.explained(sandbox_id, error))
+        try:
+            with client.translated(sandbox_id):
+                await channel.open()
+        except LowtideError as error:
+            channel.close()
+            raise await self.explained(sandbox_id, error) from error.__cause__
+        return channel
+
+    async def inside(self, sandbox_id: str, *command: str, user: str) -> int:
         """Run our program for a word of answer: 0, or the error number."""
-        async with self.inside_stream(sandbox_id, list(command), user=user) as stream:
-            words = await files.Answer(stream, command[0], sandbox_id).line()
+        client = await self.client()
+        stream = RawStream()
+        try:
+            with client.translated(sandbox_id):
+                made = await client.container(_checked_id(sandbox_id)).exec(
+                    [inside.PROGRAM, *command], user=user
+                )
+                await client.attach(f"exec/{made.id}/start", {"Detach": False, "Tty": False}, stream)
+                words = await files.Answer(stream, command[0], sandbox_id).line()
+        finally:
+            stream.close()
         return 0 if words[0] == "ok" else int(words[1])
 
     @asynccontextmanager
     async def inside_stream(
-        self, sandbox_id: str, command: Sequence[str], *, stdin: bool = False, user: str = ""
-    ) -> AsyncIterator[RawStream]:
+        self, sandbox_id: str, command: Sequence[str], *, stdin: bool = False
+    ) -> AsyncIterator[ChannelProcess]:
         """Run our program in the container and talk to it."""
-        client = await self.client()
-        stream = RawStream()
+        spec = ProcessSpec(argv=(inside.PROGRAM, *command), stdin=stdin)
+        process = await self._start_over_channel(sandbox_id, spec)
         try:
-            try:
-                with client.translated(sandbox_id):
-                    box = client.container(_checked_id(sandbox_id))
-                    made = await box.exec([inside.PROGRAM, *command], stdin=stdin, user=user)
-                    await client.attach(f"exec/{made.id}/start", {"Detach": False, "Tty": False}, stream)
-            except LowtideError as error:
-                raise await self.explained(sandbox_id, error) from error.__cause__
-            with client.translated(sandbox_id):
-                yield stream
+            yield process
         finally:
-            stream.close()
+            process.close()
 
     async def explained(self, sandbox_id: str, error: LowtideError) -> LowtideError:
         """A refusal to run something, as what it means: the sandbox has ended, or is paused."""
@@ -440,15 +497,11 @@ class DockerProvider:
             except LowtideError as worse:
                 return worse
             if info.state is SandboxState.PAUSED:
-                return SandboxUnavailableError(
-                    "the sandbox is paused: resume() it first", provider="docker", sandbox_id=sandbox_id
-                )
+                return self._paused(sandbox_id)
             if info.state.terminal or info.state is SandboxState.ENDING:
                 return self._gone(sandbox_id, info.reason or await self._why_gone(sandbox_id))
         elif "is paused" in words:
-            return SandboxUnavailableError(
-                "the sandbox is paused: resume() it first", provider="docker", sandbox_id=sandbox_id
-            )
+            return self._paused(sandbox_id)
         return error
 
     async def ended_with(self, sandbox_id: str, code: int) -> int | LowtideError:
@@ -460,6 +513,11 @@ class DockerProvider:
         except LowtideError as error:
             return error
         return self._gone(sandbox_id, info.reason or "exited") if info.state.terminal else code
+
+    def _paused(self, sandbox_id: str) -> SandboxUnavailableError:
+        return SandboxUnavailableError(
+            "the sandbox is paused: resume() it first", provider="docker", sandbox_id=sandbox_id
+        )
 
     def _gone(self, sandbox_id: str, reason: str) -> SandboxGone:
         return SandboxGone(
@@ -577,12 +635,14 @@ class DockerProvider:
         if (await self.get(sandbox_id)).state is not SandboxState.PAUSED:
             with client.translated(sandbox_id):
                 await client.container(sandbox_id).pause()
+        self._asleep.add(sandbox_id)
 
     async def resume(self, sandbox_id: str) -> None:
         client = await self.client()
         if (await self.get(sandbox_id)).state is SandboxState.PAUSED:
             with client.translated(sandbox_id):
                 await client.container(sandbox_id).unpause()
+        self._asleep.discard(sandbox_id)
 
     async def url(self, sandbox_id: str, port: int) -> Url:
         facts = await self.inspect(sandbox_id)
@@ -595,6 +655,11 @@ class DockerProvider:
             forward = self._forwards[key] = Forward(self, sandbox_id, port)
             await forward.open()
         return Url(url=f"http://{forward.address[0]}:{forward.address[1]}")
+
+
+def _seen(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()
 
 
 def _checked_id(sandbox_id: str) -> str:

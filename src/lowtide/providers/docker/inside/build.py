@@ -9,7 +9,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 COMPILERS = {"x86_64": "x86_64-linux-gnu-gcc", "aarch64": "aarch64-linux-gnu-gcc"}
 FLAGS = (
-    "-std=gnu11 -Os -Wall -Wextra -Werror -static -nostdlib -nostartfiles -ffreestanding -fno-builtin -fno-pie -no-pie "
+    "-std=gnu11 -Os -Wall -Wextra -Werror -static -nostdlib -nostartfiles -ffreestanding -fno-builtin "
+    "-fno-tree-loop-distribute-patterns -fno-pie -no-pie "
     "-fno-stack-protector -fno-asynchronous-unwind-tables -Wl,--build-id=none -Wl,-z,noexecstack "
     "-Wl,-z,max-page-size=4096 -Wl,-z,noseparate-code -s"
 )

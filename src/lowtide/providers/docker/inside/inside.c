@@ -5,6 +5,7 @@
  *
  *   init SECONDS [COMMAND...]        PID 1: reaps, passes signals on, and ends everything at the deadline
  *   run TOKEN -|tROWSxCOLUMNS CWD COMMAND...   the parent of one command: says its exit code in-band, adopts its orphans
+ *   serve                            starts commands on request, many at once, over one pair of streams
  *   signal TOKEN NUMBER              to the process group of that command
  *   end TOKEN GRACE_MS               TERM, grace, KILL to everything that descends from it
  *   read PATH | write PATH MODE | stat PATH | list PATH | mkdir PATH | remove PATH RECURSIVE
@@ -246,6 +247,37 @@ static void init(int argc, char **argv)
 
 /* -- run: the parent of one command -------------------------------------------------------------- */
 
+/* Reaps until the command has ended; its exit code. `end` asks with SIGUSR1 to stay until every orphan is
+ * gone too, or they would escape to PID 1. */
+static int supervise(long child)
+{
+	int code = -1, status;
+	char name[16];
+	put_number(name, child);
+	K(prctl, PR_SET_NAME, name); /* `signal` and `end` read it from our stat line */
+	for (;;) {
+		long pid = K(wait4, -1, &status, 0, 0);
+		if (pid == child) code = exit_code(status);
+		if (pid == -ECHILD) break;
+		if (code >= 0) {
+			u64 pending = 0;
+			K(rt_sigpending, &pending, 8);
+			if (!(pending & (1UL << (SIGUSR1 - 1)))) break;
+		}
+	}
+	return code < 0 ? 255 : code;
+}
+
+static __attribute__((noreturn)) void become(const char *cwd, char **argv)
+{
+	block_signals(0);
+	if (*cwd && K(chdir, cwd) < 0) {
+		say(2, "lowtide: cannot enter the working directory "); say(2, cwd); say(2, "\n");
+		leave(126);
+	}
+	execute(argv);
+}
+
 static void run(char **argv)
 {
 	const char *token = argv[0];
@@ -268,30 +300,11 @@ static void run(char **argv)
 		} else {
 			K(setsid);
 		}
-		block_signals(0);
-		if (argv[2][0] && K(chdir, argv[2]) < 0) {
-			say(2, "lowtide: cannot enter the working directory "); say(2, argv[2]); say(2, "\n");
-			leave(126);
-		}
-		execute(argv + 3);
+		become(argv[2], argv + 3);
 	}
 	if (child < 0) { say(2, "lowtide: no more processes can be started here\n"); leave(126); }
-	char name[16];
-	put_number(name, child);
-	K(prctl, PR_SET_NAME, name); /* `signal` and `end` read it from our stat line */
 	K(close, 0);
-	int code = -1, status;
-	for (;;) {
-		long pid = K(wait4, -1, &status, 0, 0);
-		if (pid == child) code = exit_code(status);
-		if (pid == -ECHILD) break;
-		if (code >= 0) {
-			/* `end` asks with SIGUSR1 to stay until every orphan is gone, or they would escape to PID 1. */
-			u64 pending = 0;
-			K(rt_sigpending, &pending, 8);
-			if (!(pending & (1UL << (SIGUSR1 - 1)))) break;
-		}
-	}
+	int code = supervise(child);
 	char out[80], *p = out;
 	*p++ = (char)0xff;
 	p = put(p, token);
@@ -403,11 +416,10 @@ static int each_descendant(int root, int which)
 	return living;
 }
 
-static long end(const char *token, long grace_ms)
+static long end_tree(int root, long grace_ms)
 {
-	long child, start = now_ms();
-	int parent, root = find_run(token, &child);
-	if (!root) return -ESRCH;
+	long start = now_ms();
+	int parent;
 	K(kill, root, SIGUSR1);
 	if (grace_ms > 0) {
 		each_descendant(root, SIGTERM);
@@ -423,6 +435,13 @@ static long end(const char *token, long grace_ms)
 		if (now_ms() - start > grace_ms + 30000) return -ETIMEDOUT;
 		sleep_ms(pause);
 	}
+}
+
+static long end(const char *token, long grace_ms)
+{
+	long child;
+	int root = find_run(token, &child);
+	return root ? end_tree(root, grace_ms) : -ESRCH;
 }
 
 /* -- files --------------------------------------------------------------------------------------- */
@@ -688,12 +707,266 @@ static void pass_on(int port)
 	leave(0);
 }
 
+/* -- serve: commands over one pair of streams ------------------------------------------------------ */
+
+/* A frame either way: length of what follows (4 bytes), kind (1), which command (4), then the rest. */
+enum { START = 1, INPUT, INPUT_END, SIGNAL, END, CREDIT };                       /* to us */
+enum { STDOUT = 1, STDERR, EXITED, STARTED, INPUT_BROKEN, INPUT_TAKEN, REFUSED }; /* from us */
+
+#define COMMANDS 256
+#define WINDOW (256 * 1024) /* how much standard input may wait here for one command */
+#define FRAME (4 * 1024 * 1024)
+#define PIECE 65536
+
+static struct command {
+	u32 id;
+	int used, pid, in, out, err, exited, code, input_over;
+	long credit; /* how much output the other side will take */
+	u8 *input;
+	u32 from, to;
+} commands[COMMANDS];
+static int deaf; /* nobody reads what we say any more */
+static u8 *incoming;
+static u8 outgoing[PIECE + 16];
+
+static void frame(u8 kind, u32 id, const void *data, u32 n)
+{
+	u32 all = n + 5;
+	if (deaf) return;
+	memcpy(outgoing, &all, 4);
+	outgoing[4] = kind;
+	memcpy(outgoing + 5, &id, 4);
+	if (n && data != outgoing + 9) memcpy(outgoing + 9, data, n);
+	deaf = write_all(1, outgoing, n + 9) < 0;
+}
+static void frame_number(u8 kind, u32 id, u32 value) { frame(kind, id, &value, 4); }
+
+static void *pages(u64 n)
+{
+	long at = K(mmap, 0, n, 3, 0x22, -1, 0); /* read and write, private, anonymous */
+	return at < 0 && at > -4096 ? 0 : (void *)at;
+}
+static void shut(int *fd) { if (*fd >= 0) K(close, *fd); *fd = -1; }
+
+static struct command *find_command(u32 id)
+{
+	for (int i = 0; i < COMMANDS; i++) if (commands[i].used && commands[i].id == id) return &commands[i];
+	return 0;
+}
+
+static __attribute__((noreturn)) void start_inside(u8 *data, u32 n, int in, int out, int err)
+{
+	/* flags, argc, number of variables; then working directory, arguments and variables, each with its NUL */
+	static char *argv[65536], *variables[16384];
+	unsigned short argc, count;
+	memcpy(&argc, data + 1, 2);
+	memcpy(&count, data + 3, 2);
+	char *p = (char *)data + 5, *end = (char *)data + n, *cwd = p;
+	u32 have = 0;
+	p += length(p) + 1;
+	for (u32 i = 0; i < argc && p < end; i++) { argv[i] = p; p += length(p) + 1; }
+	argv[argc] = 0;
+	if (count > 8192) count = 8192;
+	for (u32 i = 0; i < count && p < end; i++) { variables[have++] = p; p += length(p) + 1; }
+	for (char **e = environment; *e && have < 16000; e++) {
+		int taken = 0;
+		for (u32 i = 0; i < count && !taken; i++) {
+			const char *a = *e, *b = variables[i];
+			while (*a && *a == *b && *a != '=') a++, b++;
+			taken = *a == '=' && *b == '=';
+		}
+		if (!taken) variables[have++] = *e;
+	}
+	variables[have] = 0;
+	environment = variables;
+	K(dup3, in, 0, 0); K(dup3, out, 1, 0); K(dup3, err, 2, 0);
+	K(prctl, PR_SET_CHILD_SUBREAPER, 1);
+	long child = K(clone, SIGCHLD);
+	if (child == 0) { K(setsid); become(cwd, argv); }
+	if (child < 0) { say(2, "lowtide: no more processes can be started here\n"); leave(126); }
+	K(close_range, 0, ~0U, 0);
+	for (int fd = 0; fd < 1024; fd++) K(close, fd); /* kernels without close_range */
+	leave(supervise(child));
+}
+
+static void start(u32 id, u8 *data, u32 n)
+{
+	struct command *c = 0;
+	for (int i = 0; i < COMMANDS && !c; i++) if (!commands[i].used) c = &commands[i];
+	int in[2] = {-1, -1}, out[2] = {-1, -1}, err[2] = {-1, -1};
+	if (!c || n < 8 || data[n - 1]) { frame_number(REFUSED, id, EAGAIN); return; }
+	int wants_input = data[0] & 1;
+	long error = wants_input ? K(pipe2, in, O_CLOEXEC) : (in[0] = K(openat, AT_CWD, "/dev/null", O_RDONLY | O_CLOEXEC)) < 0 ? in[0] : 0;
+	if (error >= 0) error = K(pipe2, out, O_CLOEXEC);
+	if (error >= 0) error = K(pipe2, err, O_CLOEXEC);
+	if (error >= 0 && wants_input && !c->input && !(c->input = pages(WINDOW))) error = -ENOMEM;
+	long pid = error < 0 ? error : K(clone, SIGCHLD);
+	if (pid == 0) start_inside(data, n, in[0], out[1], err[1]);
+	shut(&in[0]); shut(&out[1]); shut(&err[1]);
+	if (pid < 0) {
+		shut(&in[1]); shut(&out[0]); shut(&err[0]);
+		frame_number(REFUSED, id, -pid);
+		return;
+	}
+	if (in[1] >= 0) K(fcntl, in[1], F_SETFL, O_WRONLY | O_NONBLOCK);
+	K(fcntl, out[0], F_SETFL, O_RDONLY | O_NONBLOCK);
+	K(fcntl, err[0], F_SETFL, O_RDONLY | O_NONBLOCK);
+	c->used = 1; c->id = id; c->pid = pid; c->in = in[1]; c->out = out[0]; c->err = err[0];
+	c->exited = c->code = c->input_over = 0; c->from = c->to = 0; c->credit = 1024 * 1024;
+	frame_number(STARTED, id, pid);
+}
+
+static void feed(struct command *c)
+{
+	while (c->in >= 0 && c->from < c->to) {
+		long done = K(write, c->in, c->input + c->from, c->to - c->from);
+		if (done == -EAGAIN) return;
+		if (done < 0) { shut(&c->in); frame(INPUT_BROKEN, c->id, 0, 0); return; }
+		c->from += done;
+		frame_number(INPUT_TAKEN, c->id, done);
+	}
+	c->from = c->to = 0;
+	if (c->input_over) shut(&c->in);
+}
+
+/* Pass output on as far as the credit goes. True when nothing is left to read for now. */
+static int drain(struct command *c, int *fd, u8 kind)
+{
+	for (int rounds = 0; *fd >= 0; rounds++) {
+		if (deaf) c->credit = PIECE; /* the command goes on, its output goes nowhere */
+		long most = c->credit < PIECE ? c->credit : PIECE;
+		if (most <= 0 || (rounds == 8 && !c->exited)) return 0;
+		long n = K(read, *fd, outgoing + 9, most);
+		if (n == -EINTR) continue;
+		if (n == -EAGAIN) return 1;
+		if (n <= 0) { shut(fd); return 1; }
+		c->credit -= n;
+		frame(kind, c->id, outgoing + 9, n);
+	}
+	return 1;
+}
+
+static void settle(struct command *c)
+{
+	/* What the command wrote has been read: it is over, even if a background job holds the pipes. */
+	if (drain(c, &c->out, STDOUT) & drain(c, &c->err, STDERR)) {
+		shut(&c->in); shut(&c->out); shut(&c->err);
+		frame_number(EXITED, c->id, c->code);
+		c->used = 0;
+	}
+}
+
+static void take(u8 *data, u32 n)
+{
+	u32 id, value = 0;
+	u8 kind = data[0];
+	memcpy(&id, data + 1, 4);
+	data += 5; n -= 5;
+	if (kind == START) { start(id, data, n); return; }
+	struct command *c = find_command(id);
+	if (!c) return;
+	if (n >= 4) memcpy(&value, data, 4);
+	if (kind == CREDIT) {
+		c->credit += value;
+		if (c->exited) settle(c);
+	} else if (kind == INPUT && c->in >= 0) {
+		if (c->from && c->to + n > WINDOW) { memcpy(c->input, c->input + c->from, c->to - c->from); c->to -= c->from; c->from = 0; }
+		if (c->to + n > WINDOW) { shut(&c->in); frame(INPUT_BROKEN, id, 0, 0); return; } /* more than agreed */
+		memcpy(c->input + c->to, data, n);
+		c->to += n;
+		feed(c);
+	} else if (kind == INPUT_END) {
+		c->input_over = 1;
+		feed(c);
+	} else if (kind == SIGNAL && !c->exited) {
+		char name[16]; int parent;
+		/* Not yet named: it is only just starting. */
+		for (int i = 0; i < 200 && look(c->pid, &parent, name) && !(name[0] >= '1' && name[0] <= '9'); i++) sleep_ms(1);
+		long child = number(name);
+		if (child > 1 && K(kill, -child, value) < 0) K(kill, child, value);
+	} else if (kind == END && !c->exited) {
+		if (K(clone, SIGCHLD) == 0) { end_tree(c->pid, value); leave(0); }
+	}
+}
+
+static void serve(void)
+{
+	static struct pollfd w[2 + 3 * COMMANDS];
+	u32 filled = 0;
+	int ending = 0, over = 0;
+	u64 wanted = (1UL << (SIGCHLD - 1)) | (1UL << (SIGTERM - 1));
+	K(prctl, PR_SET_DUMPABLE, 0);
+	block_signals(1);
+	incoming = pages(FRAME + 16);
+	long signals = K(signalfd4, -1, &wanted, 8, O_CLOEXEC | O_NONBLOCK);
+	if (!incoming || signals < 0) leave(1);
+	K(fcntl, 0, F_SETFD, 1);
+	say(1, "ok\n");
+	for (;;) {
+		int n = 2, busy = 0;
+		w[0] = (struct pollfd){.fd = signals, .events = POLLIN};
+		w[1] = (struct pollfd){.fd = over ? -1 : 0, .events = POLLIN};
+		for (int i = 0; i < COMMANDS; i++) {
+			struct command *c = &commands[i];
+			if (!c->used) continue;
+			busy = 1;
+			w[n++] = (struct pollfd){.fd = c->in >= 0 && c->from < c->to ? c->in : -1, .events = POLLOUT};
+			w[n++] = (struct pollfd){.fd = c->credit > 0 ? c->out : -1, .events = POLLIN};
+			w[n++] = (struct pollfd){.fd = c->credit > 0 ? c->err : -1, .events = POLLIN};
+		}
+		if ((ending || over || deaf) && !busy) leave(0);
+		K(ppoll, w, n, 0, 0, 0);
+		int at = 2;
+		for (int i = 0; i < COMMANDS; i++) {
+			struct command *c = &commands[i];
+			if (!c->used) continue;
+			if (w[at].revents) feed(c);
+			if (w[at + 1].revents) drain(c, &c->out, STDOUT);
+			if (w[at + 2].revents) drain(c, &c->err, STDERR);
+			at += 3;
+		}
+		u8 info[128];
+		while (K(read, signals, info, sizeof info) == sizeof info) if (*(u32 *)info == SIGTERM) ending = 1;
+		int status; long pid;
+		while ((pid = K(wait4, -1, &status, WNOHANG, 0)) > 0)
+			for (int i = 0; i < COMMANDS; i++)
+				if (commands[i].used && commands[i].pid == pid) { commands[i].exited = 1; commands[i].code = exit_code(status); settle(&commands[i]); }
+		if (w[1].revents) {
+			long got = K(read, 0, incoming + filled, FRAME - filled);
+			if (got == -EINTR || got == -EAGAIN) continue;
+			if (got <= 0) {
+				over = deaf = 1;
+				for (int i = 0; i < COMMANDS; i++) {
+					if (!commands[i].used) continue;
+					shut(&commands[i].in);
+					commands[i].credit = PIECE;
+					if (commands[i].exited) settle(&commands[i]);
+				}
+				continue;
+			}
+			filled += got;
+			u32 from = 0;
+			while (filled - from >= 4) {
+				u32 size;
+				memcpy(&size, incoming + from, 4);
+				if (size < 5 || size > FRAME - 4) leave(1);
+				if (filled - from - 4 < size) break;
+				take(incoming + from + 4, size);
+				from += 4 + size;
+			}
+			memcpy(incoming, incoming + from, filled - from);
+			filled -= from;
+		}
+	}
+}
+
 __attribute__((used)) void begin(long *stack)
 {
 	int argc = (int)stack[0];
 	char **argv = (char **)(stack + 1);
 	environment = argv + argc + 1;
 	const char *what = argc > 1 ? argv[1] : "";
+	if (same(what, "serve")) serve();
 	if (argc > 2) {
 		if (same(what, "init")) init(argc - 2, argv + 2);
 		if (same(what, "run") && argc > 5) run(argv + 2);
