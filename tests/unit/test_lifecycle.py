@@ -313,15 +313,15 @@ async def test_adopting_what_this_ledger_does_not_know_writes_it_down(
     assert service.sandboxes() == []
 
 
-async def test_what_was_released_is_ended_by_nobody(
+async def test_what_was_released_ends_only_on_an_explicit_wish(
     life: Lifecycle, provider: FaultyProvider, service: FaultyService
 ) -> None:
     lease = await make(life, provider)
     await life.release(lease.lease_id)
-    assert (await life.end(provider, lease.lease_id)).outcome is Outcome.KEPT
     assert await life._end_everything(failed=False) == []
+    await sweep(life.ledger, {"faulty": provider})
     assert service.sandboxes() == [lease.lease_id]
-    service.move_clock(10 * 86_400)
+    assert (await life.end(provider, lease.lease_id)).outcome is Outcome.DESTROYED
     assert service.sandboxes() == []
 
 

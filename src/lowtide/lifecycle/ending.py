@@ -59,8 +59,10 @@ async def end_lease(
                 if kept is not None:
                     return done(kept, decision.why)
             point("end:before-claim")
+            # Without an owner to guard it this is somebody's explicit wish, and ends a released one too.
+            before = ENDABLE if owner is not None else ENDABLE | {LeaseState.HANDED_OVER}
             claimed = await ledger.change(
-                lease.lease_id, LeaseState.ENDING, before=ENDABLE, owned_by=owner, why=decision.why
+                lease.lease_id, LeaseState.ENDING, before=before, owned_by=owner, why=decision.why
             )
             if claimed is None:
                 now = await ledger.get(lease.lease_id)
