@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -33,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         # Short, because sockets under it must stay below 108 bytes. Others may pass, so that tests
         # can put a place for an ordinary user under it; the homes themselves are private.
-        run = Path(tempfile.mkdtemp(prefix="lt-", dir="/tmp"))
+        run = Path(tempfile.mkdtemp(prefix="lowtide-suite-", dir="/tmp"))
         run.chmod(0o711)
         os.environ[RUN] = str(run)
         worker = "main"
@@ -57,7 +58,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     _let_go_of_helpers()
     watch = Watch(Path(os.environ[RUN]))
-    config.stash[_left] = watch.left(patience_seconds=PATIENCE_SECONDS)
+    config.stash[_left] = watch.left(besides=_own_guardian(), patience_seconds=PATIENCE_SECONDS)
     if config.stash[_left] and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -73,7 +74,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
     if not _is_worker(config):
-        shutil.rmtree(os.environ[RUN], ignore_errors=not config.stash[_left])
+        shutil.rmtree(os.environ[RUN], ignore_errors=True)
     for name, value in config.stash[_outer].items():
         if value is None:
             os.environ.pop(name, None)
@@ -90,6 +91,20 @@ def _let_go_of_helpers() -> None:
     from lowtide.providers import registry
 
     engine().run(registry.aclose(), timeout=30.0)
+
+
+def _own_guardian() -> set[int]:
+    """The guardian of this very process, which watches it until its end. With xdist there is none."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                command = (entry / "cmdline").read_bytes()
+                if b"lowtide.lifecycle.guardian" in command and os.environb[b"LOWTIDE_HOME"] in command.split(
+                    b"\0"
+                ):
+                    found.add(int(entry.name))
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -195,9 +195,12 @@ while time.monotonic() < end:
         except OSError: pass
         try:
             with open(f"/proc/{p}/cmdline", "rb") as file:
-                if b"spawner" in file.read():
-                    os.close(os.open(f"/proc/{p}/mem", os.O_RDWR))
-                    seen.add("mem")
+                entering = b"spawner" in file.read()
+            if entering:
+                os.close(os.open(f"/proc/{p}/mem", os.O_RDWR))
+                with open(f"/proc/{p}/cmdline", "rb") as file:
+                    if b"spawner" in file.read():  # so it was not the program it has executed since
+                        seen.add("mem")
         except OSError: pass
 print(sorted(seen))
 """
@@ -240,7 +243,6 @@ for path in sys.argv[1:]:
     places = [
         str(home()),
         str(home() / "local"),
-        "/work",
         "/home",
         "/mnt",
         "/srv",
@@ -255,7 +257,6 @@ for path in sys.argv[1:]:
         ".ssh",
         ".aws",
         ".config",
-        ".pyenv",
         ".cache",
         ".git-credentials",
         ".netrc",

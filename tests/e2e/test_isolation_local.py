@@ -162,13 +162,15 @@ def test_kernel_settings_cannot_be_written(box: Sandbox) -> None:
 candidates = ["/proc/sys/kernel/core_pattern", "/proc/sys/kernel/modprobe", "/proc/sys/kernel/hotplug",
     "/proc/sys/kernel/hostname", "/proc/sys/kernel/sysrq", "/proc/sysrq-trigger", "/proc/sys/fs/binfmt_misc/register",
     "/proc/sys/vm/overcommit_memory", "/proc/sys/vm/panic_on_oom", "/proc/sys/kernel/panic", "/proc/sys/fs/file-max",
-    "/proc/sys/kernel/ns_last_pid", "/proc/sys/kernel/unprivileged_bpf_disabled", "/proc/irq/default_smp_affinity",
+    "/proc/sys/kernel/unprivileged_bpf_disabled", "/proc/irq/default_smp_affinity",
     "/proc/acpi", "/proc/scsi/scsi", "/proc/fs", "/proc/mtrr"]
 for folder, _, names in os.walk("/proc/sys"):
     candidates += [os.path.join(folder, name) for name in names]
+OWN = ("/proc/sys/net/", "/proc/sys/fs/mqueue/", "/proc/sys/kernel/msg", "/proc/sys/kernel/shm", "/proc/sys/kernel/sem",
+    "/proc/sys/kernel/auto_msgmni", "/proc/sys/kernel/ns_last_pid", "/proc/sys/kernel/pid_max")
 for path in candidates:
-    if path.startswith("/proc/sys/net") or not os.path.isfile(path):
-        continue  # the network namespace is the sandbox's own
+    if path.startswith(OWN) or not os.path.isfile(path):
+        continue  # these belong to the sandbox's own network, IPC and process namespaces
     try:
         os.close(os.open(path, os.O_WRONLY))
         print(path)

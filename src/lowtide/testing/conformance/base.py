@@ -48,7 +48,8 @@ class Conformance:
     """Base of all conformance classes. The test module defines the fixture `provider_under_test`."""
 
     @pytest.fixture(scope="class")
-    def provider(self, provider_under_test: ProviderUnderTest) -> Provider:
+    @classmethod
+    def provider(cls, provider_under_test: ProviderUnderTest) -> Provider:
         """The adapter itself, for the few tests that have to act underneath the public API."""
         from lowtide.providers import registry
 
@@ -76,7 +77,8 @@ class Conformance:
             stopping.result(ANSWER_SECONDS)
 
     @pytest.fixture(scope="class")
-    def box(self, provider_under_test: ProviderUnderTest) -> Iterator[Sandbox]:
+    @classmethod
+    def box(cls, provider_under_test: ProviderUnderTest) -> Iterator[Sandbox]:
         """One sandbox for all tests of a class that leave it as it was."""
         with Sandbox.run(**create_keywords(provider_under_test)) as sandbox:
             sandbox.wait(ANSWER_SECONDS)

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -302,9 +303,9 @@ class LifecycleConformance(Conformance):
         for folder, _, names in os.walk(home()):
             if "/sandboxes/" in folder:
                 continue  # the sandbox's own files are its own business
-            for name in names:
-                with open(os.path.join(folder, name), "rb") as file:
-                    assert secret.encode() not in file.read(), f"{name} holds an environment value"
+            for path in (Path(folder, name) for name in names):
+                if path.is_file():
+                    assert secret.encode() not in path.read_bytes(), f"{path} holds an environment value"
 
 
 MISSING_ID = "01arz3ndektsv4rrffq69g5fav"

@@ -18,7 +18,7 @@ from lowtide.testing.conformance.base import (
     eventually,
     sh,
 )
-from lowtide.testing.conformance.lifecycle import CALM, is_gone, other_process
+from lowtide.testing.conformance.lifecycle import is_gone, other_process
 
 
 class SessionConformance(Conformance):
@@ -131,6 +131,8 @@ class SessionConformance(Conformance):
             session.release(box)
         try:
             assert not is_gone(provider, box.sandbox_id)
+            assert box.stop().result(ANSWER_SECONDS).outcome is Outcome.DESTROYED
         finally:
-            assert box.stop().result(ANSWER_SECONDS).outcome in CALM
+            assert box.sandbox_id is not None
+            Sandbox.delete(box.sandbox_id, provider=provider.name, missing_ok=True).result(ANSWER_SECONDS)
         assert is_gone(provider, box.sandbox_id)

@@ -154,7 +154,7 @@ class StreamsConformance(Conformance):
     @requires(Capability.TTY)
     def test_a_terminal_has_the_asked_size_and_follows_a_resize(self, box: Sandbox) -> None:
         shell = box.shell(
-            ["sh", "-c", "stty size; trap 'stty size; exit 3' WINCH; while :; do sleep 0.1; done"],
+            ["sh", "-c", "trap 'stty size; exit 3' WINCH; stty size; while :; do sleep 0.1; done"],
             width=101,
             height=33,
         )
