@@ -73,7 +73,7 @@ def test_an_unknown_command_is_one_line_with_the_nearest_one(cli: Cli) -> None: 
         (["run", "--env", "LOWTIDE_NO_SUCH_VARIABLE", "--", "true"], "is not set here"),
         (["run", "--provider", "nowhere", "--", "true"], "nowhere"),
         (["run", "--tag", "bad tag!", "--", "true"], "tag"),
-        (["run", "--memory", "much", "--", "true"], "memory"),
+        (["run", "--memory", "much", "--", "true"], "quantity"),
         (["run", "--workdir", "relative", "--", "true"], "working_dir"),
         (["cp", "here", "there"], "exactly one"),
         (["rm"], "--tag"),

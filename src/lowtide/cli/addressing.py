@@ -18,12 +18,19 @@ _SHORTEST = 4
 
 
 async def lease_named(text: str, provider: str | None = None, *, ended_too: bool = False) -> Lease | None:
-    """The lease with that sandbox id or lease id, or the one whose id starts or ends so."""
+    """The lease with that sandbox id or lease id, or the only one whose id starts or ends so."""
     from lowtide.lifecycle.lease import LeaseState
     from lowtide.lifecycle.protocol import lifecycle
 
-    states = [state for state in LeaseState if ended_too or state is not LeaseState.GONE]
-    leases = await lifecycle().leases(states=states, provider=provider)
+    open_states = [state for state in LeaseState if state is not LeaseState.GONE]
+    for states in (open_states, [LeaseState.GONE]) if ended_too else (open_states,):
+        found = _only(text, await lifecycle().leases(states=states, provider=provider))
+        if found is not None:
+            return found
+    return None
+
+
+def _only(text: str, leases: list[Lease]) -> Lease | None:
     exact = [lease for lease in leases if text in (lease.sandbox_id, lease.lease_id)]
     if exact:
         return exact[-1]

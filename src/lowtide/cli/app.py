@@ -20,7 +20,7 @@ COMMANDS = {
     "exec": "Run a command in a sandbox that exists.",
     "shell": "Open a terminal in a sandbox, new or existing.",
     "ls": "List sandboxes: state, owner, age, expiry.",
-    "stop": "End sandboxes gracefully; a kept one stays kept.",
+    "stop": "End sandboxes gracefully; the keep policy holds.",
     "rm": "Delete sandboxes, kept or not.",
     "cp": "Copy files or directories into or out of a sandbox.",
     "image": "Import, pull, list and remove images of the local provider.",

@@ -151,7 +151,8 @@ def _own_checks(name: str) -> Iterator[Finding]:
         module = importlib.import_module(f"{registry.known()[name].module}.doctor")
     except ImportError:
         return
-    for check in module.doctor():
+    checks = getattr(module, "doctor", None)
+    for check in checks() if checks is not None else ():
         yield Finding(about=name, name=check.name, ok=check.ok, why=check.why, fix=check.fix)
 
 

@@ -11,15 +11,15 @@ from lowtide.cli.addressing import lease_named
 from lowtide.cli.failures import exit_code, explain
 from lowtide.cli.text import clean, print_json
 from lowtide.errors import LowtideError, SandboxNotFoundError
-from lowtide.lifecycle.lease import EndReport, Outcome
+from lowtide.lifecycle.lease import EndReport, LeaseState, Outcome
 from lowtide.lifecycle.protocol import lifecycle
 from lowtide.operation import Operation
 from lowtide.providers import registry
 
 
 async def stop_one(text: str, provider: str | None, *, grace_seconds: float, snapshot: bool) -> EndReport:
-    """End it as its owner would: the keep policy holds."""
-    lease = await lease_named(text, provider)
+    """End it as its owner would: the keep policy holds. One that is already kept is ended."""
+    lease = await lease_named(text, provider, ended_too=True)
     if lease is None:
         return await remove_one(text, provider, missing_ok=False)
     place = registry.provider(lease.provider)
@@ -29,19 +29,23 @@ async def stop_one(text: str, provider: str | None, *, grace_seconds: float, sna
         grace_seconds=grace_seconds,
         snapshot_on_stop=snapshot,
         deadline_seconds=grace_seconds + 60.0,
+        force=lease.state is LeaseState.KEPT,
     )
 
 
 async def remove_one(text: str, provider: str | None, *, missing_ok: bool) -> EndReport:
     """Destroy it. One that does not exist raises SandboxNotFoundError unless `missing_ok`."""
     started = time.monotonic()
-    lease = await lease_named(text, provider)
+    lease = await lease_named(text, provider, ended_too=True)
     place = registry.provider(lease.provider if lease else provider)
-    if lease is not None and lease.sandbox_id is None:  # a create in flight, or one whose answer was lost
+    is_open = lease is not None and lease.state is not LeaseState.GONE
+    if (
+        lease is not None and is_open and lease.sandbox_id is None
+    ):  # a create in flight, or one whose answer was lost
         return await lifecycle().end(place, lease.lease_id, grace_seconds=0.0, force=True)
     sandbox_id = (lease.sandbox_id if lease else None) or text
     ended = await lifecycle().destroy(place, sandbox_id)
-    if not ended and not missing_ok and lease is None:
+    if not ended and not missing_ok and not is_open:
         raise SandboxNotFoundError(
             f"{place.name} has no sandbox {text}", provider=place.name, sandbox_id=text
         )

@@ -62,6 +62,8 @@ class Row:
     def owner_text(self) -> str:
         if self.owner is None:
             return "elsewhere"
+        if self.kept_until is not None:
+            return "-"
         alive = {True: "", False: " (dead)", None: " (?)"}[self.owner.alive()]
         place = "" if self.owner.host == this_host() else f"@{self.owner.host.partition('.')[0]}"
         return f"{self.owner.pid}{place}{alive}"

@@ -139,7 +139,7 @@ def _raw_terminal() -> Iterator[None]:
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
     try:
-        tty.setraw(fd)
+        tty.setraw(fd, termios.TCSADRAIN)  # what was typed ahead is not lost
         yield
     finally:
         termios.tcsetattr(fd, termios.TCSADRAIN, before)

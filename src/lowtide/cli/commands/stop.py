@@ -7,7 +7,7 @@ import click
 from lowtide.cli.parameters import DURATION, json_option, provider_option
 
 
-@click.command("stop", short_help="End sandboxes gracefully; a kept one stays kept.")
+@click.command("stop", short_help="End sandboxes gracefully; the keep policy holds.")
 @provider_option
 @click.option(
     "--grace",
@@ -24,7 +24,8 @@ def command(
 ) -> int:
     """End the sandboxes ID… gracefully, in parallel.
 
-    The keep policy holds: a sandbox made with `keep=always` is kept, not ended; `lowtide rm` deletes it.
+    The keep policy holds: a running sandbox made with `keep=always` becomes a kept one. One that is already kept
+    is ended.
     """
     from lowtide.cli.ending import report_all, stop_one
     from lowtide.operation import Operation
