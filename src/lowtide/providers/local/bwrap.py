@@ -111,10 +111,10 @@ def arguments(
         "--perms",
         "1777",
         "--tmpfs",
-        "/dev/shm",
+        "/dev/shm",  # noqa: S108 (inside the sandbox)
         "--remount-ro",
         "/dev",
-    ]  # noqa: S108
+    ]
     args += ["--proc", "/proc", "--clearenv"]
     for key, value in environment.items():
         args += ["--setenv", key, value]

@@ -52,15 +52,15 @@ def make(groups: Sequence[Group]) -> None:
     """Make them. A process joins by writing to `cgroup.procs`."""
     try:
         for group in groups:
-            attribute = group.settings[0][0]
+            limit = group.settings[0][0]
             try:
                 group.path.mkdir(exist_ok=True)
-                for attribute, file, text in group.settings:
+                for limit, file, text in group.settings:  # noqa: B007
                     target = group.path / file.removesuffix("?")
                     if target.exists() or not file.endswith("?"):  # ?: only where the kernel has it
                         target.write_text(text)
             except OSError as error:
-                raise _refusal(attribute, f"{group.path}: {error.strerror}") from error
+                raise _refusal(limit, f"{group.path}: {error.strerror}") from error
     except BaseException:
         remove([str(group.path) for group in groups])
         raise
@@ -175,7 +175,7 @@ def _usable(place: Hierarchy, controller: str) -> Hierarchy | str:
     return place
 
 
-_FIX = (
+FIX = (
     "run as root, or let systemd delegate the controller: `systemctl edit user@.service` with "
     "[Service] Delegate=cpu memory pids, then log in again"
 )
@@ -184,9 +184,9 @@ _FIX = (
 def _refusal(attribute: str, why: str) -> UnsupportedError:
     feature = {"memory_bytes": "memory limit", "cpu": "CPU limit", "pids": "process limit"}[attribute]
     return UnsupportedError(
-        f"this machine does not let lowtide hold a {feature} ({_NEEDED[attribute]} controller: {why}); {_FIX}",
+        f"this machine does not let lowtide hold a {feature} ({_NEEDED[attribute]} controller: {why}); {FIX}",
         provider="local",
         argument="resources",
         feature=f"{_NEEDED[attribute]}-limit",
-        alternative=_FIX,
+        alternative=FIX,
     )

@@ -5,11 +5,13 @@ Needs no spawner, so that any process of the same user (a guardian, a sweep) can
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import select
 import signal
 import stat
+import threading
 import time
 from pathlib import Path
 
@@ -32,7 +34,8 @@ def destroy(place: Place, trash: Path, grace_seconds: float) -> bool:
         os.rename(place.path, gone)
     except FileNotFoundError:
         return False  # somebody else ended it at the same time
-    empty(gone, place.sandbox_id, killed, spec.get("cgroups", []))
+    settle(gone, place.sandbox_id, killed, spec.get("cgroups", []))
+    _remover.remove(gone)
     return True
 
 
@@ -45,10 +48,10 @@ def stop(place: Place, grace_seconds: float) -> tuple[ProcessMark | None, Proces
     return outer, inner
 
 
-def empty(
+def settle(
     gone: Path, sandbox_id: str, killed: tuple[ProcessMark | None, ProcessMark | None], groups: list[str]
 ) -> None:
-    """Remove a directory that is no sandbox any more.
+    """Make sure that nothing runs in a directory that is no sandbox any more.
 
     A create that was still under way may have written its process down just before the directory was
     taken from it: look again, now that no later one can.
@@ -60,7 +63,6 @@ def empty(
     if marks != killed:
         kill(*marks, sandbox_id)
     cgroups.remove(groups or (later.spec() or {}).get("cgroups", []))
-    remove_tree(gone)
 
 
 def sweep_trash(trash: Path) -> None:
@@ -68,7 +70,61 @@ def sweep_trash(trash: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(trash):
             with contextlib.suppress(OSError, SandboxUnavailableError):
-                empty(trash / name, name, (None, None), [])
+                settle(trash / name, name, (None, None), [])
+                _remover.remove(trash / name)
+
+
+class _Remover:
+    """Threads that delete what destroyed sandboxes have written.
+
+    Deleting is the slow part of an end (a disk that discards takes a millisecond for every block) and
+    nobody has to wait for it: the sandbox is dead and its name is free. It is waited for at the
+    interpreter's end; what a killed process leaves is swept by the next one.
+    """
+
+    _most = 4
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """In a forked child: the threads stayed with the parent."""
+        self._lock = threading.Lock()
+        self._waiting: list[Path] = []
+        self._threads: list[threading.Thread] = []
+
+    def remove(self, path: Path) -> None:
+        with self._lock:
+            self._waiting.append(path)
+            if len(self._threads) < min(self._most, len(self._waiting)):
+                thread = threading.Thread(target=self._work, name="lowtide-remove", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._threads.remove(threading.current_thread())
+                    return
+                path = self._waiting.pop()
+            with contextlib.suppress(OSError):  # stays in the trash and is tried again by the next process
+                remove_tree(path)
+
+    def wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for thread in list(self._threads):
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+_remover = _Remover()
+atexit.register(_remover.wait, 30.0)
+os.register_at_fork(after_in_child=_remover.forget)
+
+
+def wait_removed(seconds: float = 30.0) -> None:
+    """Until the files of what was destroyed here are deleted too."""
+    _remover.wait(seconds)
 
 
 def kill(outer: ProcessMark | None, inner: ProcessMark | None, sandbox_id: str) -> None:

@@ -2,7 +2,167 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_NEWUSER = 0x10000000
+_SYSCTLS = (
+    # (file, the value that forbids, what to run)
+    ("kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
+    ("user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=15000"),
+    (
+        "kernel/apparmor_restrict_unprivileged_userns",
+        "1",
+        "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0 (or an AppArmor profile with `userns,` for bwrap)",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing the machine can do or not. `needed`: without it there are no local sandboxes at all."""
+
+    name: str
+    ok: bool
+    why: str
+    fix: str | None = None
+    needed: bool = True
+
+
+def doctor(environ: Mapping[str, str] | None = None) -> list[Check]:
+    environ = os.environ if environ is None else environ
+    return [
+        _machine(),
+        _bwrap(environ),
+        _user_namespaces(),
+        _overlay(),
+        _python(),
+        *(_controller(name) for name in ("memory", "cpu", "pids")),
+        _disk(),
+    ]
+
+
+def _machine() -> Check:
+    from lowtide.providers.local import idle, seccomp
+
+    machine = os.uname().machine
+    ok = sys.platform == "linux" and seccomp.supported() and idle.program() is not None
+    return Check(
+        name="machine",
+        ok=ok,
+        why=f"Linux {os.uname().release} on {machine}",
+        fix=None if ok else "use docker",
+    )
+
+
+def _bwrap(environ: Mapping[str, str]) -> Check:
+    from lowtide.errors import MissingDependencyError
+    from lowtide.providers.local import bwrap
+
+    try:
+        found = bwrap.find(environ)
+    except MissingDependencyError as error:
+        return Check(name="bwrap", ok=False, why=str(error), fix=error.install)
+    return Check(name="bwrap", ok=True, why=f"{found.path} ({'.'.join(map(str, found.version))})")
+
+
+def _user_namespaces() -> Check:
+    """Tried in a child, because asking is the only sure way."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if ctypes.CDLL(None).unshare(_NEWUSER) == 0 else 1)
+    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0 and not _forbidden():
+        return Check(name="user namespaces", ok=True, why="allowed")
+    return Check(name="user namespaces", ok=False, why="this machine forbids them", fix=_namespace_fix())
+
+
+def _forbidden() -> list[str]:
+    if os.geteuid() == 0:
+        return []
+    found = []
+    for file, value, fix in _SYSCTLS:
+        with contextlib.suppress(OSError):
+            if Path("/proc/sys", file).read_text().strip() == value:
+                found.append(fix)
+    return found
+
+
+def _namespace_fix() -> str:
+    fixes = _forbidden()
+    if fixes:
+        return "as root: " + "; ".join(fixes)
+    return (
+        "in a container, run it with a seccomp profile that allows unshare and clone (docker run "
+        "--security-opt seccomp=unconfined --security-opt systempaths=unconfined), or use another provider"
+    )
+
+
+def _overlay() -> Check:
+    try:
+        ok = "\toverlay\n" in Path("/proc/filesystems").read_text() or Path("/sys/module/overlay").is_dir()
+    except OSError:
+        ok = False
+    return Check(
+        name="overlay",
+        ok=ok,
+        why="the kernel has it" if ok else "not loaded",
+        fix=None if ok else "modprobe overlay",
+    )
+
+
+def _python() -> Check:
+    from lowtide.providers.local import layers
+
+    prefixes = layers.python_prefixes()
+    where = ", ".join(prefixes) if prefixes else "in /usr"
+    return Check(
+        name="python", ok=True, why=f"{sys.version.split()[0]}, visible read-only in sandboxes: {where}"
+    )
+
+
+def _controller(name: str) -> Check:
+    from lowtide.providers.local import cgroups
+
+    place = cgroups.hierarchy(name)
+    if isinstance(place, str):
+        if name == "pids":
+            return Check(
+                name="pids limit",
+                ok=True,
+                why="by RLIMIT_NPROC of the sandbox's user namespace",
+                needed=False,
+            )
+        return Check(name=f"{name} limit", ok=False, why=place, fix=cgroups.FIX, needed=False)
+    return Check(
+        name=f"{name} limit", ok=True, why=f"cgroup v{place.version} at {place.parent}", needed=False
+    )
+
+
+def _disk() -> Check:
+    from lowtide.providers.local import disk
+
+    why = disk.missing(0 if os.geteuid() == 0 else None)
+    fix = "run as root, install e2fsprogs, load the loop module" if why else None
+    return Check(
+        name="disk limit", ok=why is None, why=why or "a loop device for each", fix=fix, needed=False
+    )
+
 
 def advice(why: str) -> str:
     """What to change, for the words bwrap or the kernel refused with."""
-    return ""
+    text = why.lower()
+    if "setting up uid map" in text or "no permissions to creat" in text or "user namespace" in text:
+        return f". This machine forbids user namespaces; {_namespace_fix()}"
+    if "overlay" in text:
+        return (
+            ". The kernel refused an overlay mount: it needs Linux 5.11 or later, and LOWTIDE_HOME on a filesystem "
+            "that can be an upper layer (ext4, xfs, btrfs, tmpfs; not another overlay, as in a container)"
+        )
+    if "proc" in text and "not permitted" in text:
+        return ". In a container, /proc must not be masked: docker run --security-opt systempaths=unconfined"
+    return ". `lowtide doctor` says what this machine can do"

@@ -62,7 +62,7 @@ async def answer(reply: Reply, path: str, sandbox_id: str) -> tuple[Message, lis
 async def read_file(inside: Caller, path: str) -> AsyncIterator[bytes]:
     with await inside("read", [], path=path) as reply:
         _, fds = await answer(reply, path, inside.sandbox_id)
-    with open(fds[0], "rb", buffering=0) as file:
+    with os.fdopen(fds[0], "rb", buffering=0) as file:
         while data := file.read(_CHUNK):
             yield data
             await asyncio.sleep(0)
@@ -72,7 +72,7 @@ async def write_file(inside: Caller, path: str, chunks: AsyncIterable[bytes], mo
     with await inside("write", [], path=path, mode=mode) as reply:
         _, fds = await answer(reply, path, inside.sandbox_id)
         written = 0
-        with open(fds[0], "wb", buffering=0) as file:
+        with os.fdopen(fds[0], "wb", buffering=0) as file:
             try:
                 async for chunk in chunks:
                     view = memoryview(chunk)

@@ -104,7 +104,7 @@ class ImageStore:
         draft.mkdir(mode=0o711)
         try:
             count = 0
-            for count, layer in enumerate(layers, 1):  # noqa: B007
+            for count, layer in enumerate(layers, 1):
                 unpack_layer(layer, str(draft / str(count - 1)), self._owner)
             environment = dict(item.partition("=")[::2] for item in config.get("Env") or [])
             manifest = {
@@ -232,7 +232,7 @@ def _read_archive(archive: tarfile.TarFile) -> tuple[Iterator[IO[bytes]], dict[s
         return blobs([_blob(layer) for layer in manifest["layers"]]), config
     if archive.name is None:
         raise KeyError("no manifest")
-    return iter([open(os.fsdecode(archive.name), "rb")]), {}  # noqa: SIM115
+    return iter([open(os.fsdecode(archive.name), "rb")]), {}
 
 
 def _blob(descriptor: Mapping[str, Any]) -> str:

@@ -134,7 +134,7 @@ def _build(draft: Path, prefixes: tuple[str, ...]) -> None:
     for prefix in prefixes:
         (root / prefix.lstrip("/")).mkdir(parents=True, exist_ok=True)
     for name in _USR_DIRECTORIES:
-        if name.startswith("local") or os.path.isdir(f"/usr/{name}") and not os.path.islink(f"/usr/{name}"):
+        if name.startswith("local") or (os.path.isdir(f"/usr/{name}") and not os.path.islink(f"/usr/{name}")):
             (usr / name).mkdir(parents=True, exist_ok=True)
     for path in _walk(draft):
         if path.is_dir() and not path.is_symlink() and not path.stat().st_mode & stat.S_ISVTX:

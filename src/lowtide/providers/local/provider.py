@@ -94,6 +94,7 @@ class LocalProvider:
         self._client: SpawnerClient | None = None
         self._skeleton: layers.Skeleton | None = None
         self._null = -1
+        self._starting = asyncio.Lock()
         self._known: dict[str, _Known] = {}
         self._forwarders: dict[tuple[str, int], tuple[Forwarder, int]] = {}
         self.images = ImageStore(self.home / "images", self._owner)
@@ -172,6 +173,10 @@ class LocalProvider:
         return mode is NetworkMode.FULL
 
     async def _start(self) -> SpawnerClient:
+        async with self._starting:  # first calls come in parallel, too
+            return await self._start_once()
+
+    async def _start_once(self) -> SpawnerClient:
         if self._client is None:
             self._bwrap = bwrap.find({**os.environ, **self._environ})
             await asyncio.to_thread(self._prepare)
@@ -626,6 +631,7 @@ class LocalProvider:
         if self._null >= 0:
             os.close(self._null)
             self._null = -1
+        await asyncio.get_running_loop().run_in_executor(None, destroy.wait_removed)
 
     def _place(self, sandbox_id: str) -> Place:
         if not valid_id(sandbox_id):

@@ -9,6 +9,7 @@ What enters a sandbox imports, looks up and loads nothing from then on: files in
 """
 
 import array
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -23,6 +24,7 @@ import struct
 import sys
 import termios
 import time
+from typing import Any
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -44,6 +46,7 @@ INFO, BLOCK, SECCOMP, READY, SELF, STATUS, ARGS = 3, 4, 5, 6, 7, 8, 9
 
 MARKER = "LOWTIDE_PROCESS"
 Fds = list[int]
+Message = dict[str, Any]
 
 
 class Config:
@@ -51,6 +54,7 @@ class Config:
 
     base: int | None = None  # first id of the range the sandboxes run as; None: this user
     count: int = 65536
+    own_pid_namespace: int = -1
     point: str = ""  # where trees are staged
     seccomp: bytes = b""
     elf_fd: int = -1
@@ -71,7 +75,7 @@ def check(result: int, what: str) -> int:
 # ---------------------------------------------------------------- set-up
 
 
-def configure(message: dict, fds: Fds) -> dict:
+def configure(message: Message, fds: Fds) -> Message:
     config.base, config.count = message["base"], message["count"]
     config.seccomp = bytes.fromhex(message["seccomp"])
     config.elf_fd = sealed("lowtide", bytes.fromhex(message["elf"]))
@@ -83,6 +87,8 @@ def configure(message: dict, fds: Fds) -> dict:
     config.program.keep = buffer  # type: ignore[attr-defined]
     if config.base is None:
         return {"staged": {}, "idmapped": False}
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # and so its children, until they have executed
+    config.own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     return stage(message["home"], message["trees"], message["points"])
 
 
@@ -97,7 +103,7 @@ def sealed(name: str, data: bytes) -> int:
     return fd
 
 
-def stage(home: str, trees: list[str], points: list[str]) -> dict:
+def stage(home: str, trees: list[str], points: list[str]) -> Message:
     """As root: a private place where the sandboxes' range of ids sees the host's trees as its own.
 
     The trees are cloned and id-mapped, so that their owner is the sandbox's root and can be copied
@@ -128,7 +134,7 @@ def stage(home: str, trees: list[str], points: list[str]) -> dict:
     return {"staged": staged, "idmapped": idmapped}
 
 
-def stage_more(tree: str) -> dict:
+def stage_more(tree: str) -> Message:
     """One more tree, asked for later: a root filesystem somebody named."""
     target = f"{config.point}/{len(os.listdir(config.point))}"
     pid, namespace = user_namespace()
@@ -206,7 +212,7 @@ def put(path: str, data: bytes, flags: int = os.O_WRONLY) -> None:
 class Creation:
     """One sandbox on its way: from the request until its first process may run."""
 
-    def __init__(self, message: dict, fds: Fds) -> None:
+    def __init__(self, message: Message, fds: Fds) -> None:
         self.message = message
         self.reply, self.stderr, self.ready = fds
         self.outer = 0
@@ -276,7 +282,7 @@ class Creation:
             os.setresuid(config.base, config.base, config.base)
         os.chdir("/")
         argv = ["bwrap", "--args", str(ARGS), "--", f"/proc/self/fd/{SELF}", *message["command"]]
-        os.execve(message["bwrap"], [os.fsencode(a) for a in argv], {})
+        os.execve(message["bwrap"], [os.fsencode(a) for a in argv], {})  # noqa: S606
 
     def advance(self) -> None:
         """bwrap said who the first process in the namespaces is: give it its ids and let it go on."""
@@ -329,7 +335,7 @@ def default_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def mount_disk(disk: dict) -> None:
+def mount_disk(disk: Message) -> None:
     """A filesystem of a fixed size, in a mount namespace that goes away with the sandbox."""
     check(libc.unshare(NEWNS), "unshare")
     check(libc.mount(None, b"/", None, 0x4000 | 0x80000, None), "make / a slave")
@@ -396,7 +402,7 @@ def restrict(uid: int, gid: int, nproc: int, dumpable: bool = False) -> None:
         check(libc.prctl(PR_SET_SECCOMP, 2, config.program, 0, 0), "seccomp")
 
 
-def start_process(message: dict, fds: Fds, births: int, key: int) -> int:
+def start_process(message: Message, fds: Fds, births: int, key: int) -> int:
     """Fork one that joins the namespaces and makes there, as its own sibling, the one that executes."""
     first = os.fork()
     if first:
@@ -413,7 +419,32 @@ def start_process(message: dict, fds: Fds, births: int, key: int) -> int:
     os._exit(0)
 
 
-def run_command(message: dict, fds: Fds) -> None:
+def leave_process_namespace() -> None:
+    """Whoever is forked next must not be born in there. There is no going on when this fails."""
+    if libc.setns(config.own_pid_namespace, NEWPID) < 0:
+        os._exit(1)
+
+
+def start_process_as_root(message: Message, fds: Fds) -> int:
+    """The same with one fork less: root may say beforehand in which process namespace its child is born."""
+    check(libc.setns(fds[1], NEWPID), "enter the sandbox")
+    try:
+        pid = os.fork()
+    except OSError:
+        leave_process_namespace()
+        raise ProcessLookupError(errno.ESRCH, "the sandbox is gone") from None
+    if pid:
+        leave_process_namespace()
+        return pid
+    try:
+        enter(fds[1], message["cgroups"], message["flags"] & ~NEWPID)
+        run_command(message, fds)
+    except BaseException as error:
+        failure(fds[0], error)
+    os._exit(126)
+
+
+def run_command(message: Message, fds: Fds) -> None:
     stdio = fds[2:]
     trouble = -1
     try:
@@ -431,10 +462,8 @@ def run_command(message: dict, fds: Fds) -> None:
                 environment["HOME"] = home
             environment["USER"] = environment["LOGNAME"] = message["user"]
             for fd in (0, 1, 2):  # so that /dev/stdout can be opened again
-                try:
+                with contextlib.suppress(OSError):
                     os.fchown(fd, uid, gid)
-                except OSError:
-                    pass
         environment.update(message["own_env"])
         restrict(uid, gid, message["nproc"])
         os.chdir(message["cwd"])
@@ -476,14 +505,14 @@ def execute(argv: list[str], environment: dict[bytes, bytes]) -> None:
 
 def run_file(candidate: bytes, arguments: list[bytes], environment: dict[bytes, bytes]) -> None:
     if config.base is not None:
-        os.execve(candidate, arguments, environment)
+        os.execve(candidate, arguments, environment)  # noqa: S606
     # As an ordinary user this very interpreter may be a file the sandbox's user may write. A script that
     # names /proc/self/exe as its interpreter must find a sealed file there, and not this one.
     if not stat.S_ISREG(os.stat(candidate).st_mode):
         raise OSError(errno.EACCES, "not a regular file", os.fsdecode(candidate))
     if not os.access(candidate, os.X_OK):
         raise OSError(errno.EACCES, os.strerror(errno.EACCES), os.fsdecode(candidate))
-    os.execve(config.elf_fd, [arguments[0], b"exec", candidate, *arguments], environment)
+    os.execve(config.elf_fd, [arguments[0], b"exec", candidate, *arguments], environment)  # noqa: S606
 
 
 def terminal(size: list[int], reply: int) -> Fds:
@@ -535,7 +564,7 @@ def small_file(path: str) -> str:
 # ---------------------------------------------------------------- calls answered from inside
 
 
-def call_inside(message: dict, fds: Fds) -> int:
+def call_inside(message: Message, fds: Fds) -> int:
     """Fork one that enters and answers one file call with the sandbox's own rights.
 
     It stays out of the sandbox's process namespace: nothing in there sees it or can touch it.
@@ -572,7 +601,7 @@ def open_regular(path: str, flags: int) -> int:
     return fd
 
 
-def call_read(message: dict, fds: Fds) -> None:
+def call_read(message: Message, fds: Fds) -> None:
     # Asked first, because opening a device can already do something.
     mode = os.stat(message["path"]).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
@@ -581,7 +610,7 @@ def call_read(message: dict, fds: Fds) -> None:
     send(fds[0], {"size": os.fstat(fd).st_size}, [fd])
 
 
-def call_write(message: dict, fds: Fds) -> None:
+def call_write(message: Message, fds: Fds) -> None:
     """Open a new file beside the target, hand it out, and put it in its place once the caller says so."""
     path = os.path.realpath(message["path"]) if os.path.islink(message["path"]) else message["path"]
     try:
@@ -618,17 +647,17 @@ def call_write(message: dict, fds: Fds) -> None:
             os.unlink(temporary, dir_fd=place)
 
 
-def entry(path: str, name: str) -> list:
+def entry(path: str, name: str) -> list[Any]:
     info = os.lstat(path)
     target = os.readlink(path) if stat.S_ISLNK(info.st_mode) else None
     return [name, info.st_mode, info.st_size, info.st_mtime, target]
 
 
-def call_stat(message: dict, fds: Fds) -> None:
+def call_stat(message: Message, fds: Fds) -> None:
     send(fds[0], {"entry": entry(message["path"], os.path.basename(message["path"].rstrip("/")) or "/")})
 
 
-def call_list(message: dict, fds: Fds) -> None:
+def call_list(message: Message, fds: Fds) -> None:
     path = message["path"]
     out = os.fdopen(fds[2], "w", encoding="utf-8", errors="strict")
     with os.scandir(path) as found:
@@ -641,7 +670,7 @@ def call_list(message: dict, fds: Fds) -> None:
     send(fds[0], {"ok": True})
 
 
-def call_make_dir(message: dict, fds: Fds) -> None:
+def call_make_dir(message: Message, fds: Fds) -> None:
     try:
         os.makedirs(message["path"], 0o755, exist_ok=True)
     except FileExistsError:
@@ -649,7 +678,7 @@ def call_make_dir(message: dict, fds: Fds) -> None:
     send(fds[0], {"ok": True})
 
 
-def call_remove(message: dict, fds: Fds) -> None:
+def call_remove(message: Message, fds: Fds) -> None:
     path = message["path"].rstrip("/") or "/"
     mode = os.lstat(path).st_mode
     if not stat.S_ISDIR(mode):
@@ -677,8 +706,8 @@ def remove_tree(parent: int, name: str) -> None:
     os.rmdir(name, dir_fd=parent)
 
 
-tarfile = None  # the module, once a tree was asked for
-Tree = None
+tarfile: Any = None  # the module, once a tree was asked for
+Tree: Any = None
 
 
 def load_tarfile() -> None:
@@ -688,7 +717,7 @@ def load_tarfile() -> None:
     import tarfile as module
 
     # Names of users come from libraries that glibc would load inside, from the sandbox. Ids are enough.
-    module.pwd = module.grp = None  # type: ignore[assignment]
+    vars(module).update(pwd=None, grp=None)
 
     class OwnTree(module.TarFile):
         def chown(self, *args: object, **kwargs: object) -> None:
@@ -700,18 +729,20 @@ def load_tarfile() -> None:
     tarfile, Tree = module, OwnTree
 
 
-def call_read_tree(message: dict, fds: Fds) -> None:
+def call_read_tree(message: Message, fds: Fds) -> None:
     path = message["path"]
     if not stat.S_ISDIR(os.stat(path).st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
 
-    with os.fdopen(fds[2], "wb", buffering=1 << 18) as out:
-        with Tree.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT, errors="surrogateescape") as tar:
-            pack(tar, path, "", os.stat(path).st_dev)
+    with (
+        os.fdopen(fds[2], "wb", buffering=1 << 18) as out,
+        Tree.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT, errors="surrogateescape") as tar,
+    ):
+        pack(tar, path, "", os.stat(path).st_dev)
     send(fds[0], {"ok": True})
 
 
-def pack(tar, path: str, inner: str, device: int) -> None:  # type: ignore[no-untyped-def]
+def pack(tar: Any, path: str, inner: str, device: int) -> None:
     with os.scandir(path) as found:
         names = sorted(item.name for item in found)
     for name in names:
@@ -744,17 +775,17 @@ def pack(tar, path: str, inner: str, device: int) -> None:  # type: ignore[no-un
 class Padded:
     """A file that may shrink while it is packed: the archive stays whole."""
 
-    def __init__(self, file, size: int) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, file: Any, size: int) -> None:
         self.file, self.left = file, size
 
     def read(self, count: int) -> bytes:
         count = min(count, self.left)
-        data = self.file.read(count)
+        data: bytes = self.file.read(count)
         self.left -= count
         return data + bytes(count - len(data))
 
 
-def call_write_tree(message: dict, fds: Fds) -> None:
+def call_write_tree(message: Message, fds: Fds) -> None:
     os.makedirs(message["path"], 0o755, exist_ok=True)
     os.chdir(message["path"])
     try:
@@ -776,7 +807,7 @@ def call_write_tree(message: dict, fds: Fds) -> None:
     send(fds[0], {"ok": True})
 
 
-def call_sockets(message: dict, fds: Fds) -> None:
+def call_sockets(message: Message, fds: Fds) -> None:
     """Unconnected sockets of the sandbox's network, to be connected from outside."""
     made = []
     for family in (socket.AF_INET, socket.AF_INET6):
@@ -803,7 +834,7 @@ CALLS = {
 # ---------------------------------------------------------------- ending a process tree
 
 
-def terminate_tree(message: dict, fds: Fds) -> int:
+def terminate_tree(message: Message, fds: Fds) -> int:
     """Fork one that goes into the process namespace and ends what carries the mark, and its children.
 
     It keeps the capabilities of the sandbox's own user namespace, because a process may have made
@@ -885,13 +916,11 @@ def marked(mark: bytes, known: set[tuple[int, bytes]]) -> set[tuple[int, bytes]]
 # ---------------------------------------------------------------- messages and the loop
 
 
-def send(sock: int, message: dict, fds: Fds = []) -> None:  # noqa: B006
+def send(sock: int, message: Message, fds: Fds = []) -> None:  # noqa: B006
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    with socket.socket(fileno=os.dup(sock)) as out:
-        try:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, os.dup(sock)) as out:
+        with contextlib.suppress(OSError):  # nobody waits for it any more
             out.sendmsg([json.dumps(message).encode()], ancillary, socket.MSG_NOSIGNAL)
-        except OSError:
-            pass  # nobody waits for it any more
 
 
 def failure(sock: int, error: BaseException) -> None:
@@ -904,14 +933,12 @@ def complain(fd: int, error: BaseException) -> None:
         text = f"lowtide: {os.fsdecode(error.filename)}: {error.strerror}\n"
     else:
         text = f"lowtide: {error}\n"
-    try:
+    with contextlib.suppress(OSError):
         os.write(fd, text.encode("utf-8", "surrogateescape"))
-    except OSError:
-        pass
 
 
-def receive(control: socket.socket) -> tuple[dict, Fds] | None:
-    data, ancillary, _, _ = control.recvmsg(1 << 18, 1024, socket.MSG_CMSG_CLOEXEC)
+def receive(control: socket.socket) -> tuple[Message, Fds] | None:
+    data, ancillary, _, _ = control.recvmsg(65536, 1024, socket.MSG_CMSG_CLOEXEC)
     fds: Fds = []
     for level, kind, payload in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -967,7 +994,7 @@ class Spawner:
                     self.poller.unregister(fd)
                     self.creations.pop(fd).advance()
 
-    def handle(self, message: dict, fds: Fds) -> None:
+    def handle(self, message: Message, fds: Fds) -> None:
         op = message["op"]
         keep: list[int] = []
         try:
@@ -980,7 +1007,11 @@ class Spawner:
                 self.poller.register(creation.info_r, select.EPOLLIN)
             elif op == "exec":
                 key = message["key"]
-                self.firsts[start_process(message, fds, self.births_w, key)] = key
+                if config.base is not None:
+                    self.pids[key] = pid = start_process_as_root(message, fds)
+                    self.processes[pid] = key
+                else:
+                    self.firsts[start_process(message, fds, self.births_w, key)] = key
                 self.replies[key] = fds[0]
                 keep = fds[:1]
             elif op == "call":
@@ -1006,10 +1037,8 @@ class Spawner:
         try:
             os.killpg(pid, number)
         except OSError:
-            try:
+            with contextlib.suppress(OSError):
                 os.kill(pid, number)
-            except OSError:
-                pass
 
     def take_births(self) -> None:
         try:
@@ -1022,7 +1051,6 @@ class Spawner:
                 self.ended(key, self.early.pop(pid))
             else:
                 self.processes[pid] = key
-                send(self.replies[key], {"pid": pid})
 
     def reap(self) -> None:
         self.take_births()

@@ -154,8 +154,8 @@ class SpawnerClient:
         spare = -1
         if len(data) > _LONGEST:
             spare = os.memfd_create("request", os.MFD_CLOEXEC)
-            with open(spare, "wb", closefd=False) as file:
-                file.write(data)
+            for at in range(0, len(data), 1 << 20):
+                os.write(spare, data[at : at + (1 << 20)])
             data, fds = b"M", [*fds, spare]
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:

@@ -1,0 +1,480 @@
+"""The local provider at the seam: create, commands, files, ports, end."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import sys
+import tarfile
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from lowtide.errors import (
+    SandboxFailedError,
+    SandboxFileNotFoundError,
+    SandboxGone,
+    SandboxIsADirectoryError,
+    SandboxNotFoundError,
+    SandboxPermissionError,
+    SandboxUnavailableError,
+    ValidationError,
+)
+from lowtide.providers.base import FileKind, Network, NetworkMode, ProcessSpec, SandboxState, TerminalSize
+from lowtide.providers.local import LocalProvider
+from lowtide.providers.local import destroy as ending
+
+sys.path.insert(0, str(Path(__file__).parent))
+from local_sandbox import chunks, new_id, read, run, shell, spec
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+
+
+@pytest.fixture
+async def provider(tmp_path: Path) -> AsyncIterator[LocalProvider]:
+    made = LocalProvider.connect({"LOWTIDE_HOME": str(tmp_path / "home")})
+    yield made
+    async for info in made.list({}):
+        await made.destroy(info.sandbox_id)
+    await made.aclose()
+    assert not any((tmp_path / "home/local/sandboxes").glob("*"))
+    assert not any((tmp_path / "home/local/trash").glob("*"))
+
+
+@pytest.fixture
+async def sandbox(provider: LocalProvider) -> str:
+    return (await provider.create(spec())).sandbox_id
+
+
+async def test_a_command_runs_and_its_streams_stay_apart(provider: LocalProvider, sandbox: str) -> None:
+    assert await shell(provider, sandbox, "echo out; echo err >&2; exit 7") == (7, "out\n", "err\n")
+
+
+async def test_what_cannot_be_run_counts_as_a_shell_counts_it(provider: LocalProvider, sandbox: str) -> None:
+    code, _, err = await run(provider, sandbox, "no-such-command")
+    assert code == 127 and "no-such-command" in err
+    code, _, err = await run(provider, sandbox, "/etc/passwd")
+    assert code == 126 and err
+    code, _, err = await run(provider, sandbox, "true", cwd="/no/such/place")
+    assert code in (126, 127) and "/no/such/place" in err
+
+
+async def test_a_signal_is_128_and_its_number(provider: LocalProvider, sandbox: str) -> None:
+    assert (await shell(provider, sandbox, "kill -9 $$"))[0] == 137
+    process = await provider.start_process(sandbox, ProcessSpec(argv=("sleep", "100")))
+    await asyncio.sleep(0.2)
+    await process.signal(signal.SIGINT)
+    assert await process.wait() == 130
+
+
+async def test_environment_directory_and_stdin(provider: LocalProvider) -> None:
+    made = await provider.create(spec(environment={"A": "1", "B": "2"}, working_dir="/opt/work"))
+    code, out, _ = await shell(
+        provider, made.sandbox_id, "echo $A $B $C; pwd", environment={"B": "x", "C": "3"}
+    )
+    assert (code, out) == (0, "1 x 3\n/opt/work\n")
+    process = await provider.start_process(made.sandbox_id, ProcessSpec(argv=("cat",), stdin=True))
+    data = os.urandom(300_000)
+
+    async def feed() -> None:
+        await process.write_stdin(data)
+        await process.close_stdin()
+
+    feeding = asyncio.create_task(feed())
+    assert b"".join([chunk async for _, chunk in process.output()]) == data
+    await feeding
+    assert await process.wait() == 0
+    with pytest.raises(BrokenPipeError):
+        await process.write_stdin(b"late")
+
+
+async def test_nothing_of_this_process_environment_is_inside(
+    provider: LocalProvider, sandbox: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOWTIDE_TEST_SECRET", "hush")
+    assert "hush" not in (await run(provider, sandbox, "env"))[1]
+
+
+async def test_a_long_command_line_arrives_whole(provider: LocalProvider, sandbox: str) -> None:
+    words = [f"{number:08d}" for number in range(20_000)]
+    code, out, _ = await run(provider, sandbox, "echo", *words)
+    assert code == 0 and out.split() == words
+
+
+async def test_a_background_job_that_holds_stdout_does_not_hold_the_call(
+    provider: LocalProvider, sandbox: str
+) -> None:
+    async with asyncio.timeout(20):
+        assert await shell(provider, sandbox, "sleep 300 & echo started") == (0, "started\n", "")
+
+
+async def test_terminate_ends_the_whole_tree(provider: LocalProvider, sandbox: str) -> None:
+    script = "setsid sleep 4001 & (trap '' TERM; while :; do sleep 4002; done) & sleep 4003"
+    process = await provider.start_process(sandbox, ProcessSpec(argv=("sh", "-c", script)))
+    bystander = await provider.start_process(sandbox, ProcessSpec(argv=("sleep", "4009")))
+    await asyncio.sleep(0.3)
+    await process.terminate(0.3)
+    assert await process.wait() in (137, 143)
+    code, out, _ = await shell(provider, sandbox, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+    assert "400" in out and "4009" in out
+    assert not any(number in out for number in ("4001", "4002", "4003"))
+    await bystander.terminate(1.0)
+
+
+async def test_a_terminal_is_one_with_a_size(provider: LocalProvider, sandbox: str) -> None:
+    size = TerminalSize(columns=100, rows=30)
+    argv = ("sh", "-c", "stty size; test -t 0 && test -t 1 && echo yes; read x; stty size; echo got $x")
+    process = await provider.start_process(sandbox, ProcessSpec(argv=argv, tty=size))
+    await asyncio.sleep(0.3)
+    await process.resize(TerminalSize(columns=70, rows=20))
+    await process.write_stdin(b"abc\n")
+    out = b"".join([chunk async for _, chunk in process.output()])
+    assert await process.wait() == 0
+    assert b"30 100" in out and b"yes" in out and b"20 70" in out and b"got abc" in out
+
+
+async def test_zombies_are_reaped(provider: LocalProvider, sandbox: str) -> None:
+    await shell(provider, sandbox, "for i in 1 2 3 4 5; do (sleep 0.05 &) ; done")
+    await asyncio.sleep(0.3)
+    _, out, _ = await shell(provider, sandbox, "cat /proc/[0-9]*/stat | cut -d' ' -f3")
+    assert "Z" not in out
+
+
+async def test_dev_stdout_can_be_opened_again(provider: LocalProvider, sandbox: str) -> None:
+    assert (await shell(provider, sandbox, "echo x >/dev/stdout; echo y >/dev/stderr"))[1:] == ("x\n", "y\n")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user's sandbox has one user")
+async def test_exec_as_another_user(provider: LocalProvider, sandbox: str) -> None:
+    code, out, _ = await shell(provider, sandbox, "id -u; echo $HOME; echo x >/dev/stdout", user="user")
+    assert (code, out) == (0, "1000\n/home/user\nx\n")
+    assert (await run(provider, sandbox, "id", "-u", user="1234"))[1] == "1234\n"
+    assert (await run(provider, sandbox, "id", user="nobody-here"))[0] == 126
+
+
+async def test_files_in_and_out(provider: LocalProvider, sandbox: str) -> None:
+    name = "/data/a b/ü\nñ"
+    for data in (b"", b"hello", os.urandom(1 << 20)):
+        assert await provider.write_file(sandbox, name, chunks(data[:100], data[100:]), mode=0o600) == len(
+            data
+        )
+        assert await read(provider, sandbox, name) == data
+    entry = await provider.stat(sandbox, name)
+    assert (entry.kind, entry.size, entry.mode) == (FileKind.FILE, 1 << 20, 0o600)
+    assert [e.name for e in await provider.list_dir(sandbox, "/data/a b")] == ["ü\nñ"]
+    await provider.make_dir(sandbox, "/data/x/y")
+    await provider.make_dir(sandbox, "/data/x/y")
+    await provider.remove(sandbox, "/data", recursive=True)
+    with pytest.raises(SandboxFileNotFoundError):
+        await provider.stat(sandbox, "/data")
+
+
+async def test_file_errors_have_their_own_types(provider: LocalProvider, sandbox: str) -> None:
+    with pytest.raises(SandboxFileNotFoundError):
+        await read(provider, sandbox, "/nope")
+    with pytest.raises(SandboxIsADirectoryError):
+        await read(provider, sandbox, "/etc")
+    with pytest.raises(SandboxIsADirectoryError):
+        await provider.write_file(sandbox, "/etc", chunks(b"x"))
+    await shell(provider, sandbox, "echo x >/f; chmod 0 /f; mkfifo /fifo")
+    with pytest.raises(SandboxPermissionError):
+        await read(provider, sandbox, "/f")
+    with pytest.raises(OSError, match="not a regular file"):
+        await read(provider, sandbox, "/fifo")
+
+
+async def test_a_write_that_breaks_off_leaves_the_old_file(provider: LocalProvider, sandbox: str) -> None:
+    await provider.write_file(sandbox, "/root/f", chunks(b"old"))
+
+    async def broken() -> AsyncIterator[bytes]:
+        yield b"new"
+        raise RuntimeError("cut")
+
+    with pytest.raises(RuntimeError, match="cut"):
+        await provider.write_file(sandbox, "/root/f", broken())
+    assert await read(provider, sandbox, "/root/f") == b"old"
+    for _ in range(100):
+        if len(await provider.list_dir(sandbox, "/root")) <= 2:
+            break
+        await asyncio.sleep(0.02)
+    assert not [e.name for e in await provider.list_dir(sandbox, "/root") if e.name.startswith(".lowtide")]
+
+
+async def test_links_lead_only_inside(provider: LocalProvider, sandbox: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("outside")
+    script = f"ln -s {secret} /root/abs; ln -s ../../../../../../../..{secret} /root/rel; ln -s {tmp_path} /root/dir"
+    await shell(provider, sandbox, script)
+    for path in ("/root/abs", "/root/rel", "/root/dir/secret", f"/root/../../..{secret}"):
+        with pytest.raises(OSError, match="No such file"):
+            await read(provider, sandbox, path)
+    await provider.write_file(sandbox, "/root/abs", chunks(b"changed"))
+    assert secret.read_text() == "outside"
+    assert await read(provider, sandbox, str(secret)) == b"changed"
+
+
+async def test_trees_in_and_out(provider: LocalProvider, sandbox: str) -> None:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for name, data in (("d/one", b"1"), ("d/e/two", b"22"), ("../../escape", b"x")):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+        link = tarfile.TarInfo("d/link")
+        link.type, link.linkname = tarfile.SYMTYPE, "one"
+        archive.addfile(link)
+    await provider.write_tree(sandbox, "/root/t", chunks(packed.getvalue()))
+    assert await read(provider, sandbox, "/root/t/d/link") == b"1"
+    assert await read(provider, sandbox, "/root/t/escape") == b"x"
+    out = b"".join([chunk async for chunk in provider.read_tree(sandbox, "/root/t")])
+    with tarfile.open(fileobj=io.BytesIO(out)) as archive:
+        assert sorted(archive.getnames()) == ["d", "d/e", "d/e/two", "d/link", "d/one", "escape"]
+    with pytest.raises(SandboxFileNotFoundError):
+        [chunk async for chunk in provider.read_tree(sandbox, "/nope")]
+    with pytest.raises(OSError, match="tar"):
+        await provider.write_tree(sandbox, "/root/bad", chunks(b"this is no archive" * 100))
+
+
+async def test_a_port_is_reachable_without_a_network(provider: LocalProvider, sandbox: str) -> None:
+    await provider.write_file(sandbox, "/srv/index.html", chunks(b"from inside"))
+    server = await provider.start_process(
+        sandbox, ProcessSpec(argv=("python3", "-m", "http.server", "8123", "-d", "/srv", "-b", "127.0.0.1"))
+    )
+    url = (await provider.url(sandbox, 8123)).url
+    assert url == (await provider.url(sandbox, 8123)).url
+
+    def fetch() -> bytes:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return bytes(answer.read())
+
+    for _ in range(100):
+        try:
+            assert await asyncio.to_thread(fetch) == b"from inside"
+            break
+        except OSError:
+            await asyncio.sleep(0.1)
+    else:
+        pytest.fail("the port never answered")
+    await server.terminate(1.0)
+
+
+async def test_network_full_is_this_machines(provider: LocalProvider) -> None:
+    made = await provider.create(spec(network=Network(mode=NetworkMode.FULL)))
+    assert (await run(provider, made.sandbox_id, "true"))[0] == 0
+    listener = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+    script = f"import socket; socket.create_connection(('127.0.0.1', {port}), 5)"
+    assert (await run(provider, made.sandbox_id, "python3", "-c", script))[0] == 0
+    other = await provider.create(spec())
+    assert (await run(provider, other.sandbox_id, "python3", "-c", script))[0] != 0
+    listener.close()
+
+
+async def test_destroy_ends_everything_and_is_calm(provider: LocalProvider, tmp_path: Path) -> None:
+    made = await provider.create(spec())
+    place = provider._place(made.sandbox_id)
+    marks = place.processes()
+    process = await provider.start_process(made.sandbox_id, ProcessSpec(argv=("sleep", "1000")))
+    assert await provider.destroy(made.sandbox_id) is True
+    assert not any(mark is not None and mark.alive() for mark in marks)
+    with pytest.raises(SandboxGone):
+        await process.wait()
+    assert await provider.destroy(made.sandbox_id) is False
+    with pytest.raises(SandboxNotFoundError):
+        await provider.get(made.sandbox_id)
+    with pytest.raises((SandboxGone, SandboxNotFoundError)):
+        await provider.start_process(made.sandbox_id, ProcessSpec(argv=("true",)))
+
+
+async def test_grace_lets_processes_end_by_themselves(provider: LocalProvider, sandbox: str) -> None:
+    script = "trap 'echo bye; exit 3' TERM; echo on; while :; do sleep 0.05; done"
+    process = await provider.start_process(sandbox, ProcessSpec(argv=("sh", "-c", script)))
+    stream = process.output()
+    assert (await anext(stream))[1] == b"on\n"
+    assert await provider.destroy(sandbox, grace_seconds=10) is True
+    assert b"bye\n" in b"".join([chunk async for _, chunk in stream])
+    assert await process.wait() == 3
+
+
+async def test_another_process_sees_enters_and_ends_it(provider: LocalProvider) -> None:
+    made = await provider.create(spec(environment={"A": "1"}))
+    other = LocalProvider.connect(provider.credentials())
+    try:
+        assert other.account == provider.account
+        assert [info.sandbox_id async for info in other.list(made.labels)] == [made.sandbox_id]
+        assert [info async for info in other.list({"lowtide-lease": "another"})] == []
+        assert (await shell(other, made.sandbox_id, "echo $A"))[1] == "1\n"
+        assert await other.destroy(made.sandbox_id) is True
+    finally:
+        await other.aclose()
+    with pytest.raises(SandboxGone):
+        await provider.start_process(made.sandbox_id, ProcessSpec(argv=("true",)))
+
+
+async def test_the_sandbox_outlives_its_spawner(provider: LocalProvider, sandbox: str) -> None:
+    process = await provider.start_process(sandbox, ProcessSpec(argv=("sleep", "1000")))
+    assert provider._client is not None
+    os.kill(provider._client._pid, signal.SIGKILL)
+    with pytest.raises(SandboxUnavailableError):
+        await process.wait()
+    for _ in range(50):
+        try:
+            assert (await run(provider, sandbox, "echo", "on"))[1] == "on\n"
+            break
+        except SandboxUnavailableError:
+            await asyncio.sleep(0.05)
+    else:
+        pytest.fail("no new spawner was started")
+
+
+async def test_killing_either_bwrap_ends_the_sandbox(provider: LocalProvider) -> None:
+    for which in (0, 1):
+        made = await provider.create(spec())
+        marks = provider._place(made.sandbox_id).processes()
+        victim, other = marks[which], marks[1 - which]
+        assert victim is not None and other is not None
+        os.kill(victim.pid, signal.SIGKILL)
+        for _ in range(200):
+            if not other.alive():
+                break
+            await asyncio.sleep(0.02)
+        assert not other.alive()
+        assert (await provider.get(made.sandbox_id)).state is SandboxState.FAILED
+        with pytest.raises(SandboxGone):
+            await provider.start_process(made.sandbox_id, ProcessSpec(argv=("true",)))
+        assert await provider.destroy(made.sandbox_id) is True
+
+
+async def test_a_hard_lifetime_needs_nobody(provider: LocalProvider) -> None:
+    made = await provider.create(spec(lifetime_seconds=0.5))
+    for _ in range(300):
+        if (await provider.get(made.sandbox_id)).state is not SandboxState.RUNNING:
+            break
+        await asyncio.sleep(0.02)
+    info = await provider.get(made.sandbox_id)
+    assert info.state is SandboxState.FAILED and info.reason == "its lifetime is over"
+
+
+async def test_the_main_command_is_the_sandbox(provider: LocalProvider) -> None:
+    for code, state in ((0, SandboxState.COMPLETED), (3, SandboxState.FAILED)):
+        made = await provider.create(spec(command=("sh", "-c", f"sleep 0.2; exit {code}")))
+        for _ in range(300):
+            info = await provider.get(made.sandbox_id)
+            if info.state is not SandboxState.RUNNING:
+                break
+            await asyncio.sleep(0.02)
+        assert (info.state, info.exit_code) == (state, code)
+    lost = spec(command=("no-such-command",))
+    with pytest.raises(SandboxFailedError, match="no-such-command"):
+        await provider.create(lost)
+    assert await provider.find(lost) is None
+
+
+async def test_the_same_lease_twice_is_one_sandbox(provider: LocalProvider) -> None:
+    wanted = spec()
+    first, second = await provider.create(wanted), await provider.create(wanted)
+    assert first.sandbox_id == second.sandbox_id
+    assert len([info async for info in provider.list({})]) == 1
+    found = await provider.find(wanted)
+    assert found is not None and found.sandbox_id == first.sandbox_id
+
+
+async def test_a_destroy_during_create_leaves_nothing(provider: LocalProvider) -> None:
+    await provider.create(spec())
+    for delay in (0.0, 0.001, 0.003, 0.006, 0.01, 0.02):
+        wanted = spec()
+        task = asyncio.create_task(provider.create(wanted))
+        await asyncio.sleep(delay)
+        await provider.destroy(wanted.lease_id)
+        with (
+            pytest.raises((SandboxFailedError, SandboxGone, SandboxNotFoundError))
+            if not task.done()
+            else _nothing()
+        ):
+            await task
+        await provider.destroy(wanted.lease_id)
+        assert await provider.find(wanted) is None
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+async def test_many_at_once(provider: LocalProvider) -> None:
+    async def one() -> str:
+        made = await provider.create(spec())
+        _, out, _ = await run(provider, made.sandbox_id, "hostname")
+        assert await provider.destroy(made.sandbox_id) is True
+        return out
+
+    assert len(set(await asyncio.gather(*(one() for _ in range(30))))) == 30
+
+
+async def test_ids_that_lead_elsewhere_are_not_found(provider: LocalProvider) -> None:
+    for bad in ("../../etc", "a/b", ".", "..", "", "a\0b"):
+        with pytest.raises(SandboxNotFoundError):
+            await provider.get(bad)
+        with pytest.raises(SandboxNotFoundError):
+            await provider.destroy(bad)
+
+
+async def test_an_image_that_is_missing_says_what_to_run(provider: LocalProvider) -> None:
+    with pytest.raises(ValidationError, match="lowtide image import ubuntu:24.04"):
+        await provider.create(spec(image="ubuntu:24.04"))
+    with pytest.warns(UserWarning, match="stands in"):
+        made = await provider.create(spec(image=f"python:{sys.version_info[0]}.{sys.version_info[1]}"))
+    code, out, _ = await run(provider, made.sandbox_id, "python3", "-V")
+    assert out.startswith(f"Python {sys.version_info[0]}.{sys.version_info[1]}.")
+
+
+async def test_no_secret_is_written_down_or_shown(provider: LocalProvider) -> None:
+    made = await provider.create(spec(environment={"TOKEN": "s3cr3t-value"}))
+    place = provider._place(made.sandbox_id)
+    assert "s3cr3t-value" not in (place.path / "spec.json").read_text()
+    for mark in place.processes():
+        assert mark is not None
+        assert b"s3cr3t-value" not in Path(f"/proc/{mark.pid}/cmdline").read_bytes()
+
+
+async def test_trash_of_a_killed_process_is_swept(tmp_path: Path) -> None:
+    first = LocalProvider.connect({"LOWTIDE_HOME": str(tmp_path / "home")})
+    made = await first.create(spec())
+    place = first._place(made.sandbox_id)
+    marks = place.processes()
+    trash = first.home / "trash"
+    trash.mkdir(exist_ok=True)
+    os.rename(place.path, trash / new_id())  # died between taking the name away and killing
+    await first.aclose()
+    second = LocalProvider.connect({"LOWTIDE_HOME": str(tmp_path / "home")})
+    kept = await second.create(spec())
+    await second.destroy(kept.sandbox_id)
+    await second.aclose()
+    assert not any(mark is not None and mark.alive() for mark in marks)
+    assert list(trash.iterdir()) == []
+
+
+def test_hostile_trees_are_removed_without_following_links(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "keep").write_text("x")
+    top = tmp_path / "top"
+    (top / "closed").mkdir(parents=True)
+    (top / "closed/file").write_text("x")
+    (top / "link").symlink_to(outside)
+    (top / "closed").chmod(0)
+    fd = os.open(top, os.O_RDONLY)
+    for _ in range(1500):  # deeper than the stack and than descriptors reach
+        os.mkdir("d", dir_fd=fd)
+        deeper = os.open("d", os.O_RDONLY, dir_fd=fd)
+        os.close(fd)
+        fd = deeper
+    os.close(fd)
+    ending.remove_tree(top)
+    assert not top.exists()
+    assert (outside / "keep").exists()
