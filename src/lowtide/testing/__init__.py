@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         TreesConformance,
         ValidationConformance,
     )
+    from lowtide.testing.faulty import FaultyProvider, FaultyService
     from lowtide.testing.leaks import Leak, Watch
 
 _MODULES = {
@@ -31,6 +32,8 @@ _MODULES = {
     "ConcurrencyConformance": "lowtide.testing.conformance",
     "Conformance": "lowtide.testing.conformance",
     "ExecConformance": "lowtide.testing.conformance",
+    "FaultyProvider": "lowtide.testing.faulty",
+    "FaultyService": "lowtide.testing.faulty",
     "FeaturesConformance": "lowtide.testing.conformance",
     "FilesConformance": "lowtide.testing.conformance",
     "IsolationConformance": "lowtide.testing.conformance",
@@ -49,6 +52,8 @@ __all__ = [
     "ConcurrencyConformance",
     "Conformance",
     "ExecConformance",
+    "FaultyProvider",
+    "FaultyService",
     "FeaturesConformance",
     "FilesConformance",
     "IsolationConformance",
