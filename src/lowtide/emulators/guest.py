@@ -141,6 +141,7 @@ mkdir -p /usr/local/bin
 printf %s "$1" > /usr/local/bin/sudo && chmod 755 /usr/local/bin/sudo
 command -v python > /dev/null || ln -s "$5" /usr/local/bin/python
 command -v python3 > /dev/null || ln -s "$5" /usr/local/bin/python3
+chmod 755 /root
 mkfifo -m 622 "$3"
 while ! read -r woken < "$3"; do :; done
 exec "$5" -I -S -c "$2"

@@ -18,7 +18,9 @@ class HttpServer:
 
     def __init__(self, app: web.Application, *, allow_remote: bool = False) -> None:
         app.middlewares.insert(0, _check_host_and_origin(allow_remote))
-        self._runner = web.AppRunner(app, handle_signals=False, access_log=None, shutdown_timeout=0.2)
+        self._runner = web.AppRunner(
+            app, handle_signals=False, access_log=None, shutdown_timeout=0.2, handler_cancellation=True
+        )
 
     async def start(self) -> None:
         await self._runner.setup()
@@ -48,7 +50,11 @@ def _check_host_and_origin(allow_remote: bool) -> Any:
             origin = request.headers.get("Origin")
             if origin is not None and not _is_local(urlsplit(origin).netloc):
                 return web.json_response({"code": 403, "message": "Origin is not local"}, status=403)
-        return await handler(request)
+        try:
+            return await handler(request)
+        except ConnectionResetError:  # the caller has left
+            drop(request)
+            raise asyncio.CancelledError from None
 
     return check
 

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from aiohttp import web
 
-from lowtide.emulators.e2b import connect
+from lowtide.emulators.e2b import connect, interpreter
 from lowtide.emulators.e2b.connect import RpcError
 from lowtide.emulators.e2b.control import Control, new_api_key
 from lowtide.emulators.e2b.files import Files
 from lowtide.emulators.e2b.filesystem import FilesystemService
-from lowtide.emulators.e2b.interpreter import InterpreterService
 from lowtide.emulators.e2b.process import ProcessService
 from lowtide.emulators.e2b.sandboxes import NotFound, Sandbox, Sandboxes
 from lowtide.emulators.faults import FaultName
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from lowtide.emulators.ground import Address, Ground
     from lowtide.emulators.web import Handler
 
-_ENVD, _INTERPRETER = 49983, 49999
+_ENVD = 49983
 _PORT_HOST = re.compile(r"(\d{1,5})-([a-z0-9]+)\.")
 _EDGE_HEADERS = frozenset({"e2b-sandbox-id", "e2b-sandbox-port", "e2b-traffic-access-token"})
 
@@ -48,7 +47,6 @@ class E2BEmulator:
         self._process = ProcessService(self)
         self._filesystem = FilesystemService(self)
         self._files = Files(self)
-        self._interpreter = InterpreterService(self)
         self._ports = PortProxy()
         self._tasks: set[asyncio.Task[Any]] = set()
         app = web.Application(middlewares=[self._edge(), self._control.middleware()])
@@ -138,8 +136,8 @@ class E2BEmulator:
             refused = self._refused_traffic(request, sandbox)
             if refused is not None:
                 return refused
-            if port == _INTERPRETER:
-                return await self._interpreter.call(request, sandbox)
+            if port == interpreter.PORT and sandbox.interpreter is not None:
+                await sandbox.interpreter.ready()
             return await self._port(request, sandbox, port)
         except NotFound:
             return _gone(sandbox_id)

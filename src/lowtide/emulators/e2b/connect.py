@@ -98,7 +98,11 @@ def keepalive_seconds(request: web.Request) -> float:
 
 
 class Stream:
-    """A server's stream: messages, then one end frame with or without an error."""
+    """A server's stream: messages, then one end frame with or without an error.
+
+    Opened only after the client's message was read: over HTTP/1.1 some clients stop sending theirs as
+    soon as an answer begins.
+    """
 
     def __init__(self, request: web.Request) -> None:
         self._request = request

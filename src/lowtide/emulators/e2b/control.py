@@ -79,7 +79,8 @@ class Control:
                 if fault := self._fault(FaultName.UNAVAILABLE, facts):
                     return _error(fault.status or 503, "Service unavailable")
             try:
-                return await handler(request)
+                # What was begun is done to its end, whether or not the caller is still there to hear of it.
+                return await asyncio.shield(asyncio.ensure_future(handler(request)))
             except NotFound as error:
                 return _error(404, str(error))
             except Conflict as error:
@@ -115,9 +116,7 @@ class Control:
             return _error(fault.status or 500, "Failed to place sandbox")
         if fault := self._fault(FaultName.CREATE_SLOW, facts):
             await asyncio.sleep(fault.seconds or 5)
-        # What was begun is committed, whether or not the caller is still there to hear of it.
-        making = asyncio.ensure_future(self._create_once(request.headers.get("Idempotency-Key"), body))
-        described = await asyncio.shield(making)
+        described = await self._create_once(request.headers.get("Idempotency-Key"), body)
         if fault := self._fault(FaultName.CREATE_LOST, facts):
             return _error(fault.status or 504, "Gateway timeout")
         if self._fault(FaultName.CREATE_DROPPED, facts):
@@ -176,7 +175,7 @@ class Control:
             return (
                 sandbox.state in states
                 and all(sandbox.metadata.get(key) == value for key, value in wanted.items())
-                and (after is None or sandbox.started_at >= after)
+                and (after is None or sandbox.started_at > after - 0.001)
                 and (template is None or template in (sandbox.template_id, sandbox.alias))
             )
 
@@ -232,7 +231,7 @@ class Control:
             await asyncio.sleep(fault.seconds or 60)
         if self._fault(FaultName.KILL_IGNORED, facts):
             return web.Response(status=204)
-        await asyncio.shield(asyncio.ensure_future(self.sandboxes.kill(sandbox_id)))
+        await self.sandboxes.kill(sandbox_id)
         return web.Response(status=204)
 
     async def _connect(self, request: web.Request) -> web.Response:
@@ -257,10 +256,7 @@ class Control:
 
     async def _pause(self, request: web.Request) -> web.Response:
         body = await _body(request)
-        keep = body.get("memory") is not False
-        await asyncio.shield(
-            asyncio.ensure_future(self.sandboxes.pause(request.match_info["id"], keep_memory=keep))
-        )
+        await self.sandboxes.pause(request.match_info["id"], keep_memory=body.get("memory") is not False)
         return web.Response(status=204)
 
     async def _fork(self, request: web.Request) -> web.Response:

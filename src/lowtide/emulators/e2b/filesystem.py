@@ -95,7 +95,6 @@ class FilesystemService:
 
     async def _watch_dir(self, request: web.Request, sandbox: Sandbox) -> web.StreamResponse:
         stream = Stream(request)
-        await stream.open()
         events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
 
         def queue(new: list[dict[str, Any]]) -> None:
@@ -113,6 +112,7 @@ class FilesystemService:
                 on_events=queue,
             )
         except (AgentError, UnknownUser, RpcError, LowtideError) as error:
+            await stream.open()
             return await stream.end(as_rpc(error))
         loop = asyncio.get_running_loop()
         deadline = None if timeout is None else loop.time() + timeout
@@ -120,6 +120,7 @@ class FilesystemService:
         cut = asyncio.create_task(sandbox.cut.wait())
         waiting: asyncio.Task[dict[str, Any]] | None = None
         try:
+            await stream.open()
             await stream.send({"start": {}})
             while True:
                 waiting = waiting or asyncio.create_task(events.get())

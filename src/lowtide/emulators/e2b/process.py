@@ -197,13 +197,14 @@ class ProcessService:
 
     async def _connect(self, request: web.Request, sandbox: Sandbox) -> web.StreamResponse:
         stream = Stream(request)
-        await stream.open()
         try:
             message = await connect.first_message(request)
             process = self._selected(sandbox, message.get("process"), ended=True)
             timeout = connect.timeout_seconds(request)
         except RpcError as error:
+            await stream.open()
             return await stream.end(error)
+        await stream.open()
         listening = process.listen()
         if process.end is not None:
             listening.put_nowait(None)
@@ -320,7 +321,6 @@ class ProcessService:
 
     async def _stream_input(self, request: web.Request, sandbox: Sandbox) -> web.StreamResponse:
         stream = Stream(request)
-        await stream.open()
         process: GuestProcess | None = None
         try:
             async for message in connect.messages(request):
@@ -331,7 +331,9 @@ class ProcessService:
                         raise RpcError("invalid_argument", "data before start")
                     await self._input(process, message["data"].get("input"))
         except RpcError as error:
+            await stream.open()
             return await stream.end(error)
+        await stream.open()
         await stream.send({})
         return await stream.end()
 

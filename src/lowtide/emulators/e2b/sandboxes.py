@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.emulators.agent.client import Agent
 from lowtide.emulators.clock import Timer
+from lowtide.emulators.e2b import interpreter
 from lowtide.emulators.guest import first_process, users_are_real
 from lowtide.errors import LowtideError
 from lowtide.providers.base import Pauses
@@ -153,7 +154,7 @@ class Sandboxes:
         network = asked.get("network") or {}
         traffic = network.get("allowPublicTraffic") is False
         environment = _strings(asked.get("envVars"), "envVars")
-        now = self.ground.clock.now()
+        now = round(self.ground.clock.now(), 3)  # what people get to see and send back
         timeout = checked_timeout(asked.get("timeout"))
         metadata = _strings(asked.get("metadata"), "metadata")
         backing = await self._make_backing(snapshot.backing_id if snapshot else None)
@@ -176,7 +177,13 @@ class Sandboxes:
         )
         self.table[sandbox.sandbox_id] = sandbox
         self._arm(sandbox)
+        self._start_interpreter(sandbox)
         return sandbox
+
+    def _start_interpreter(self, sandbox: Sandbox) -> None:
+        """The templates of the code interpreter have it running from the start."""
+        if sandbox.template_id == TEMPLATES["code-interpreter-v1"] and interpreter.available():
+            sandbox.interpreter = interpreter.Interpreter(self.ground, self, sandbox)
 
     async def _make_backing(self, snapshot: str | None) -> str:
         return await self.ground.backing.create(snapshot=snapshot, command=first_process())
@@ -214,6 +221,7 @@ class Sandboxes:
             )
             self.table[made.sandbox_id] = made
             self._arm(made)
+            self._start_interpreter(made)
             return made
 
         return list(await asyncio.gather(*(one() for _ in range(count))))
@@ -327,6 +335,7 @@ class Sandboxes:
             sandbox.backing_id = await self._make_backing(sandbox.paused_snapshot)
             sandbox.paused_snapshot = None  # the new sandbox stands on it
             sandbox.boot_id = str(uuid.uuid4())
+            self._start_interpreter(sandbox)
         sandbox.paused = sandbox.frozen = False
         sandbox.cut = asyncio.Event()
         sandbox.timeout = seconds
