@@ -34,7 +34,7 @@ bench: $(VENV)/.dev ## speed, as ratios against the raw mechanism
 	@$(BIN)/python -m benchmarks
 
 crash: $(VENV)/.dev ## the crash matrix: real processes, killed at every instant
-	@$(BIN)/python -m tests.crash
+	@LOWTIDE_CRASH_KILLS=$${LOWTIDE_CRASH_KILLS:-300} $(BIN)/pytest -q -n auto $(PYTEST_ARGS) tests/crash
 
 clean: ## remove the virtual environment and the caches
 	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
