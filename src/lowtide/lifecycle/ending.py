@@ -71,6 +71,7 @@ async def end_lease(
                 if now.state is LeaseState.HANDED_OVER:
                     return done(Outcome.KEPT, "it was released")
                 return done(Outcome.KEPT, f"it now belongs to process {now.owner.pid} on {now.owner.host}")
+            lease = claimed
             point("end:claimed")
             sandbox_id = claimed.sandbox_id or await _recover(
                 ledger, provider, claimed, spec or recovery_spec(claimed), answered=answered

@@ -215,7 +215,7 @@ class SqliteLedger:
             ):
                 return None
             changed = replace(lease, state=after, reason=why or lease.reason, **fields)
-            self._put(changed)
+            self._put(lease, changed)
             if after is not lease.state or why:
                 self._remember(lease_id, lease.state, after, why)
             return changed
@@ -226,7 +226,7 @@ class SqliteLedger:
         def work() -> None:
             lease = self._get(lease_id)
             if lease is not None:
-                self._put(replace(lease, reason=why or lease.reason, **fields))
+                self._put(lease, replace(lease, reason=why or lease.reason, **fields))
                 if why:
                     self._remember(lease_id, lease.state, lease.state, why)
 
@@ -312,11 +312,12 @@ class SqliteLedger:
         row = self._db.execute(f"{_SELECT} WHERE lease_id=?", (lease_id,)).fetchone()
         return _from_row(row, self.ledger_id) if row else None
 
-    def _put(self, lease: Lease) -> None:
-        columns = ", ".join(f"{column}=?" for column in _COLUMNS[1:])
-        self._db.execute(
-            f"UPDATE lease SET {columns} WHERE lease_id=?", (*_to_row(lease)[1:], lease.lease_id)
-        )
+    def _put(self, before: Lease, after: Lease) -> None:
+        """Write the columns that differ."""
+        pairs = zip(_COLUMNS, _to_row(before), _to_row(after), strict=True)
+        changed = {column: new for column, old, new in pairs if new != old}
+        names = ", ".join(f"{column}=?" for column in changed)
+        self._db.execute(f"UPDATE lease SET {names} WHERE lease_id=?", (*changed.values(), after.lease_id))
 
     def _remember(self, lease_id: str, before: LeaseState | None, after: LeaseState, why: str) -> None:
         self._db.execute(

@@ -233,11 +233,10 @@ class Lifecycle:
         if creating is not None and not creating.done() and creating is not asyncio.current_task():
             await self._stop_creating(held, deadline_seconds / 2)
         owner = held.lease.owner if held.lease.lease_id in self.held else None
-        lease = await self.ledger.get(held.lease.lease_id) or held.lease
         report = await end_lease(
             self.ledger,
             held.provider,
-            lease,
+            held.lease,
             owner=owner,
             decision=decision,
             grace_seconds=grace_seconds,
