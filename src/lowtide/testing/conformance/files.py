@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -125,12 +125,12 @@ class FilesConformance(Conformance):
 
     def test_streaming_both_ways_in_async_code(self, box: Sandbox, place: str) -> None:
         async def round_trip() -> bytes:
-            async def pieces() -> Iterator[bytes]:  # type: ignore[misc]
+            async def pieces() -> AsyncIterator[bytes]:
                 for _ in range(5):
                     await asyncio.sleep(0)
                     yield b"async " * 1000
 
-            await box.write_file_streaming(f"{place}/s", pieces())  # type: ignore[arg-type]
+            await box.write_file_streaming(f"{place}/s", pieces())
             return b"".join([chunk async for chunk in box.read_file_streaming(f"{place}/s")])
 
         assert asyncio.run(round_trip()) == b"async " * 5000
