@@ -347,35 +347,34 @@ class DockerProvider:
 
         client = await self.client()
         self._let_go(sandbox_id)
-        if sandbox_id not in self._ours:
+        there = False
+        if grace_seconds > 0 or sandbox_id not in self._ours:
             try:
                 if container.from_inspect(await self.inspect(sandbox_id)) is None:
                     return False  # not a sandbox: nothing of ours, nothing to touch
+                there = True  # from here on, not found means ended by this call
             except SandboxNotFoundError:
+                self._ours.pop(sandbox_id, None)
                 return False
-        box, stopped = client.container(sandbox_id), False
+        box = client.container(sandbox_id)
         with client.translated(sandbox_id):
             if grace_seconds > 0:
                 try:
                     await box.stop(t=math.ceil(grace_seconds))
-                    stopped = True
                 except aiodocker.DockerError as error:
-                    if error.status == 404:
-                        self._ours.pop(sandbox_id, None)
-                        return False
-                    if error.status not in (304, 409, 500):  # paused, or already on its way out
+                    if error.status not in (304, 404, 409, 500):  # paused, or already on its way out
                         raise
             try:
                 await box.delete(force=True, v=True)
+                there = True
             except aiodocker.DockerError as error:
-                if error.status == 404:
-                    self._ours.pop(sandbox_id, None)
-                    return stopped
-                if error.status != 409 and "in progress" not in error.message:
+                if error.status == 409 or "in progress" in error.message:
+                    await self._until_removed(sandbox_id)
+                    there = True
+                elif error.status != 404:
                     raise
-                await self._until_removed(sandbox_id)
         self._ours.pop(sandbox_id, None)
-        return True
+        return there
 
     async def _until_removed(self, sandbox_id: str) -> None:
         """The engine is removing it already. Only its absence is proof."""
@@ -484,6 +483,8 @@ class DockerProvider:
         try:
             yield process
         finally:
+            if stdin:
+                await _finished(process)
             process.close()
 
     async def explained(self, sandbox_id: str, error: LowtideError) -> LowtideError:
@@ -660,6 +661,15 @@ class DockerProvider:
 def _seen(task: asyncio.Task[Any]) -> None:
     if not task.cancelled():
         task.exception()
+
+
+async def _finished(process: ChannelProcess) -> None:
+    """Let it notice that no more comes, so that it removes what it had half written."""
+    process.write_eof()
+    with suppress(LowtideError, TimeoutError):
+        async with asyncio.timeout(5):
+            while await process.next() is not None:
+                pass
 
 
 def _checked_id(sandbox_id: str) -> str:
