@@ -95,7 +95,8 @@ def default_name() -> str:
 
 def known() -> dict[str, Entry]:
     """Every provider that can be named, built in or installed."""
-    return {**_installed(), **_BUILT_IN}
+    offered = {**_installed(), **_BUILT_IN}
+    return {name: found for name, found in offered.items() if name not in _FOR_TESTS}
 
 
 def connected() -> list[Provider]:
