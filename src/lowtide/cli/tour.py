@@ -16,6 +16,7 @@ from typing import IO
 
 from lowtide.cli import exit_codes
 from lowtide.cli.evidence import Evidence
+from lowtide.cli.guarding import ask_guardian
 from lowtide.cli.text import clean
 from lowtide.engine import engine
 from lowtide.errors import LowtideError, SandboxFailedError
@@ -99,17 +100,12 @@ def _session(say: _Narrator, place: Provider, tag: str, evidence: Evidence, snap
         second.write_file("/root/note.txt", b"written from outside\n").result()
         second.exec(["sh", "-c", "tr a-z A-Z < /root/note.txt > /root/loud.txt"], check=True).result()
         say.event(f"inside, then read back: {second.read_file('/root/loud.txt').result().decode().strip()}")
-        outside = os.path.expanduser("~")
-        tried = second.exec(
-            ["sh", "-c", f"ls -A {outside}/.ssh {outside}/.config; touch /usr/marker && echo written"]
-        ).result()
-        say.event(
-            f"it writes to its own /usr: {tried.stdout.strip() or 'refused'}; ours has no marker: {not os.path.exists('/usr/marker')}"
-        )
+        _try_to_reach_out(say, second)
 
         if Capability.SNAPSHOT in place.capabilities:
             say.chapter("A snapshot: the same files in a new sandbox")
-            snapshot = third_snapshot(third)
+            third.write_file("/root/state.txt", b"work worth keeping\n").result()
+            snapshot = third.snapshot().result()
             snapshots.append(snapshot)
             say.event(f"snapshot {snapshot}")
             copy = session.sandbox(snapshot=snapshot)
@@ -120,9 +116,15 @@ def _session(say: _Narrator, place: Provider, tag: str, evidence: Evidence, snap
     say.event("session closed")
 
 
-def third_snapshot(box: Sandbox) -> str:
-    box.write_file("/root/state.txt", b"work worth keeping\n").result()
-    return str(box.snapshot().result())
+def _try_to_reach_out(say: _Narrator, box: Sandbox) -> None:
+    """What untrusted code would try first: our state on disk, our environment, our files."""
+    name = f"lowtide-demo-{secrets.token_hex(4)}"
+    script = f"touch /usr/{name} && echo written; cat {home()}/ledger.db; env | grep -c LOWTIDE"
+    told = box.exec(["sh", "-c", script]).result()
+    written = "wrote" if "written" in told.stdout else "could not write"
+    here = "is there too!" if os.path.exists(f"/usr/{name}") else "has no such file"
+    say.event(f"inside it {written} /usr/{name}; this machine's own /usr {here}")
+    say.event(f"inside it tried to read our ledger: {told.stderr.strip().rpartition(': ')[2] or 'it could!'}")
 
 
 def _killed_worker(say: _Narrator, place: Provider, tag: str, evidence: Evidence) -> None:
@@ -159,9 +161,11 @@ def _killed_worker(say: _Narrator, place: Provider, tag: str, evidence: Evidence
     finally:
         worker.kill()
         worker.wait()
+    guardian = ask_guardian()
+    if guardian["running"]:
+        say.event(f"the guardian (process {guardian['pid']}) watched the worker and takes over:")
     for at, text in _aftermath(tag, worker.pid, killed_at, 60.0):
         say.detail(f"+{max(0.0, at - killed_at):.3f} s  {text}")
-    say.event("the guardian has ended what the worker left")
 
 
 def _first_line(stream: IO[str], seconds: float) -> str | None:
@@ -185,7 +189,7 @@ def _aftermath(tag: str, pid: int, killed_at: float, seconds: float) -> list[tup
         for line in engine().run(lifecycle().ledger.history(lease.lease_id)):
             if line.at >= killed_at:
                 why = f": {line.why}" if line.why else ""
-                lines.append((line.at, f"{lease.sandbox_id} {line.after} (by process {line.pid}){why}"))
+                lines.append((line.at, f"{lease.sandbox_id} {line.after}, by process {line.pid}{why}"))
     return sorted(lines)
 
 
