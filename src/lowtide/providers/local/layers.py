@@ -40,7 +40,8 @@ _COPIED = (
     "etc/alternatives", "etc/ca-certificates.conf", "etc/debian_version", "etc/ld.so.cache", "etc/ld.so.conf.d",
     "etc/localtime", "etc/magic", "etc/mime.types", "etc/os-release", "etc/protocols", "etc/services",
     "etc/ssl/certs", "etc/ssl/openssl.cnf", "etc/terminfo", "etc/timezone", "etc/python3", "etc/python3.11",
-    "etc/perl", "etc/pki/tls/certs", "etc/inputrc",
+    "etc/perl", "etc/pki/tls/certs", "etc/inputrc", "etc/java-11-openjdk", "etc/java-17-openjdk",
+    "etc/java-21-openjdk",
 )  # fmt: skip
 # Where programs are usually put. Owned by the sandbox's root even where the rest of /usr is not.
 _USR_DIRECTORIES = (

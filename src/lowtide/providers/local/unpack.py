@@ -130,7 +130,14 @@ def _open_directory(root: int, parts: list[str], owner: int | None) -> int:
     except FileNotFoundError:
         parent = _open_directory(root, parts[:-1], owner)
         try:
-            os.mkdir(parts[-1], 0o755, dir_fd=parent)
+            try:
+                os.mkdir(parts[-1], 0o755, dir_fd=parent)
+            except FileExistsError:
+                raise ValidationError(
+                    f"the layer puts files behind a link that leads nowhere: {'/'.join(parts)!r}",
+                    argument="file",
+                    provider="local",
+                ) from None
             fd = os.open(parts[-1], _DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
         finally:
             os.close(parent)
