@@ -55,8 +55,9 @@ class Clock:
     async def advance(self, seconds: float) -> float:
         """Move the clock forward and wait for everything that became due. Returns the new time."""
         self._offset += seconds
-        while due := self._take_due():
-            await asyncio.gather(*(self._run(timer) for timer in due))
+        while (due := self._take_due()) or self._running:
+            # An action may set a timer that is due at once, and that may be running by now.
+            await asyncio.gather(*(self._run(timer) for timer in due), *self._running)
         self._arm()
         return self.now()
 

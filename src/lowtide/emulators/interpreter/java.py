@@ -115,6 +115,8 @@ class Java(Kernel):
                     self.send_response(self.iopub_socket, "execute_result", content)
                 elif not silent:
                     self.send_response(self.iopub_socket, "stream", {"name": kind, "text": text})
+            else:
+                error = ["RuntimeError", "the Java shell has ended"]
         except KeyboardInterrupt:
             self.engine.kill()
             self.engine.wait()

@@ -1,0 +1,1 @@
+"""Tests of the emulators, with the providers' own unmodified SDKs."""

@@ -1,0 +1,244 @@
+"""The ground: who may come in, and that everything ends with the process, however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lowtide.emulators
+from lowtide.emulators.ground import Settings
+from lowtide.emulators.handle import Handle
+from lowtide.errors import ValidationError
+
+from .conftest import options_of, processes_with
+
+
+def ask(url: str, method: str = "GET", **headers: str) -> tuple[int, bytes]:
+    request = urllib.request.Request(url, method=method, headers=headers)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=30) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+def eventually(check: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    until = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < until, f"not in {seconds} s: {what}"
+        time.sleep(0.1)
+
+
+def test_an_address_other_machines_can_reach_needs_the_flag() -> None:
+    with pytest.raises(ValidationError, match="loopback"):
+        Settings(names=("e2b",), host="0.0.0.0").checked()
+    assert Settings(names=("e2b",), host="0.0.0.0", allow_remote=True).checked()
+
+
+@pytest.mark.parametrize("names", [(), ("e2c",)])
+def test_unknown_emulators_are_refused_before_anything_starts(names: tuple[str, ...]) -> None:
+    with pytest.raises(ValidationError, match="e2b"):
+        lowtide.emulators.start(*names)
+
+
+def test_calls_without_the_generated_key_are_refused(e2b: Handle) -> None:
+    url = e2b.urls["e2b"] + "/v2/sandboxes"
+    assert ask(url)[0] == 401
+    assert ask(url, **{"X-API-KEY": "e2b_" + "0" * 40})[0] == 401
+    assert ask(url, **{"X-API-KEY": e2b.environment["E2B_API_KEY"]})[0] == 200
+
+
+@pytest.mark.parametrize("headers", [{"Host": "evil.example"}, {"Origin": "https://evil.example"}])
+def test_a_web_page_cannot_reach_it_even_with_the_key(e2b: Handle, headers: dict[str, str]) -> None:
+    key = {"X-API-KEY": e2b.environment["E2B_API_KEY"]}
+    assert ask(e2b.urls["e2b"] + "/v2/sandboxes", **key, **headers)[0] == 403
+
+
+def test_the_admin_endpoint_has_its_own_token(e2b: Handle) -> None:
+    url = e2b._admin["url"] + "/state"
+    assert ask(url)[0] == 401
+    assert ask(url, Authorization=f"Bearer {e2b.environment['E2B_API_KEY']}")[0] == 401
+    assert ask(url, Authorization=f"Bearer {e2b._admin['token']}")[0] == 200
+
+
+def test_the_admin_endpoint_says_what_is_wrong(e2b: Handle) -> None:
+    with pytest.raises(ValidationError, match="no fault"):
+        e2b.faults.add("no-such-fault")
+    with pytest.raises(ValidationError, match="forward"):
+        e2b.clock.advance(-5)
+
+
+def test_the_proxy_wants_its_token_and_passes_other_hosts_on(tmp_path: Path) -> None:
+    with lowtide.emulators.start("e2b", home=tmp_path) as handle:
+        proxy = handle.environment["HTTPS_PROXY"]
+        login, _, address = proxy.removeprefix("http://").partition("@")
+        host, _, port = address.partition(":")
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            target = "127.0.0.1:%d" % other.getsockname()[1]
+            with socket.create_connection((host, int(port)), timeout=30) as refused:
+                refused.sendall(f"CONNECT {target} HTTP/1.1\r\n\r\n".encode())
+                assert b" 407 " in refused.recv(4096)
+            import base64
+
+            with socket.create_connection((host, int(port)), timeout=30) as passed:
+                basic = base64.b64encode(login.encode()).decode()
+                passed.sendall(
+                    f"CONNECT {target} HTTP/1.1\r\nProxy-Authorization: Basic {basic}\r\n\r\n".encode()
+                )
+                peer, _ = other.accept()
+                with peer:
+                    assert b" 200 " in passed.recv(4096)
+                    passed.sendall(b"ping")
+                    assert peer.recv(16) == b"ping"
+                    peer.sendall(b"pong")
+                    assert passed.recv(16) == b"pong"
+
+
+def start_with_sleepers(home: Path, count: int = 2) -> tuple[Handle, str]:
+    """An emulator with sandboxes that each run something we can see from outside."""
+    sdk = pytest.importorskip("e2b")
+    mark = f"987{uuid.uuid4().int % 10**12}"
+    handle = lowtide.emulators.start("e2b", home=home, plain=True)
+    for _ in range(count):
+        sandbox = sdk.Sandbox.create(**options_of(handle))
+        sandbox.commands.run(f"sleep {mark}", background=True, timeout=0)
+    eventually(lambda: len(processes_with(mark)) >= count, "the sleepers run")
+    return handle, mark
+
+
+def test_closing_takes_every_sandbox_with_it(tmp_path: Path) -> None:
+    handle, mark = start_with_sleepers(tmp_path)
+    handle.close()
+    assert processes_with(mark) == []
+    assert list((tmp_path / "emulators").iterdir()) == []
+    handle.close()  # twice is fine
+
+
+def test_sigterm_takes_every_sandbox_with_it(tmp_path: Path) -> None:
+    handle, mark = start_with_sleepers(tmp_path)
+    handle.process.send_signal(signal.SIGTERM)
+    assert handle.process.wait(60) == 0
+    assert processes_with(mark) == []
+    assert list((tmp_path / "emulators").iterdir()) == []
+    handle.close()
+
+
+@pytest.mark.crash
+def test_kill_dash_nine_takes_every_sandbox_with_it(tmp_path: Path) -> None:
+    handle, mark = start_with_sleepers(tmp_path)
+    os.kill(handle.pid, signal.SIGKILL)
+    handle.process.wait(30)
+    eventually(lambda: processes_with(mark) == [], "the sandboxes of the killed emulator end")
+    eventually(lambda: list((tmp_path / "emulators").iterdir()) == [], "its state goes, too")
+    handle.close()
+
+
+@pytest.mark.crash
+def test_the_next_start_sweeps_what_emulator_and_reaper_both_left(tmp_path: Path) -> None:
+    handle, mark = start_with_sleepers(tmp_path)
+    (directory,) = (tmp_path / "emulators").iterdir()
+    reapers = [
+        pid
+        for pid in processes_with(str(directory))
+        if b"reaper" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    assert len(reapers) == 1
+    for pid in (*reapers, handle.pid):
+        os.kill(pid, signal.SIGKILL)
+    handle.process.wait(30)
+    handle.close()
+    time.sleep(1)
+    assert processes_with(mark), "nobody is left who could have ended them"
+    with lowtide.emulators.start("e2b", home=tmp_path):
+        eventually(lambda: processes_with(mark) == [], "the next emulator ends them")
+        eventually(lambda: not directory.exists(), "and removes their state")
+
+
+@pytest.mark.crash
+def test_a_killed_owner_takes_its_emulator_with_it(tmp_path: Path) -> None:
+    text = (
+        "import lowtide.emulators, sys, time\n"
+        f"handle = lowtide.emulators.start('e2b', home={str(tmp_path)!r})\n"
+        "print(handle.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    pid = int(owner.stdout.readline())
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    eventually(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid), "the emulator ends")
+    eventually(lambda: list((tmp_path / "emulators").iterdir()) == [], "and leaves nothing")
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_the_limit_of_sandboxes_holds(tmp_path: Path) -> None:
+    sdk = pytest.importorskip("e2b")
+    with lowtide.emulators.start("e2b", home=tmp_path, plain=True, limit=2) as handle:
+        options: dict[str, Any] = {**options_of(handle), "retries": 0}
+        first, _ = (sdk.Sandbox.create(**options) for _ in range(2))
+        with pytest.raises(sdk.RateLimitException):
+            sdk.Sandbox.create(**options)
+        first.kill()
+        sdk.Sandbox.create(**options)
+
+
+def test_ports_follow_the_base(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        base = probe.getsockname()[1]
+    with lowtide.emulators.start("e2b", home=tmp_path, port_base=base) as handle:
+        assert handle.urls["e2b"].endswith(f":{base}")
+        assert handle.environment["HTTPS_PROXY"].endswith(f":{base + 1}")
+
+
+def test_emulate_runs_a_command_with_the_environment_and_ends_after_it(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "from lowtide.cli import main; main()",
+        "emulate",
+        "e2b",
+        "--",
+        sys.executable,
+        "-c",
+    ]
+    code = "import os, sys; print(os.environ['E2B_API_KEY'][:4], os.environ['SSL_CERT_FILE']); sys.exit(7)"
+    environment = {**os.environ, "LOWTIDE_HOME": str(tmp_path)}
+    done = subprocess.run([*command, code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 7, done.stderr
+    assert done.stdout.startswith("e2b_ ")
+    assert list((tmp_path / "emulators").iterdir()) == []
+
+
+def test_emulate_prints_what_to_export_and_ends_on_ctrl_c(tmp_path: Path) -> None:
+    environment = {**os.environ, "LOWTIDE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", "from lowtide.cli import main; main()", "emulate", "e2b", "--json"]
+    serving = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert serving.stdout is not None
+    described = json.loads(serving.stdout.readline())
+    assert described["environment"]["E2B_API_KEY"]
+    serving.send_signal(signal.SIGINT)
+    assert serving.wait(60) == 0
+    serving.stdout.close()
+    assert list((tmp_path / "emulators").iterdir()) == []
