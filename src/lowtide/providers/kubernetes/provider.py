@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import logging
-import math
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lowtide import errors
@@ -23,6 +23,7 @@ from lowtide.providers.base import (
 )
 from lowtide.providers.kubernetes import access, manifest, status
 from lowtide.providers.kubernetes.failures import ApiError, mapped
+from lowtide.providers.kubernetes.objects import Objects
 from lowtide.providers.kubernetes.options import KubernetesOptions
 
 if TYPE_CHECKING:
@@ -72,11 +73,13 @@ class KubernetesProvider:
         self._image = image or DEFAULT_IMAGE
         self._image_named = image
         self._api = Api(where)
+        self._objects = Objects(self._api)
         self._versions: dict[str, str] = {}  # of pods just created: where their watch begins
         self._patience: dict[str, float] = {}
         self._without_shell: set[str] = set()
         self._forwards: dict[tuple[str, int], tuple[Forward, int]] = {}
         self._namespaces = {where.namespace}
+        self._expiries: dict[str, datetime] = {}
         self._warned = False
 
     # Connection
@@ -125,14 +128,14 @@ class KubernetesProvider:
                 # Before the pod, so that nothing ever runs without it. Dying in between leaves a policy
                 # without a pod, which `find`, `get` and `list` show and `destroy` takes away.
                 self._warn_about_policies()
-                await self._create_or_get(self._policies(namespace), manifest.policy(spec))
+                await self._objects.create_or_get(self._objects.policies(namespace), manifest.policy(spec))
             try:
-                pod = await self._create_or_get(
-                    self._pods(namespace), manifest.pod(spec, default_image=self._image)
+                pod = await self._objects.create_or_get(
+                    self._objects.pods(namespace), manifest.pod(spec, default_image=self._image)
                 )
             except Exception:
                 if manifest.wants_policy(spec):
-                    await self._delete_policy_of_nothing(namespace, name)
+                    await self._objects.delete_policy_of_nothing(namespace, name)
                 raise
             if (pod["metadata"].get("labels") or {}).get(_LEASE) != spec.lease_id:
                 raise errors.SandboxFailedError(
@@ -142,11 +145,14 @@ class KubernetesProvider:
                 )
             if manifest.wants_policy(spec):
                 await self._api.request(
-                    "PATCH", f"{self._policies(namespace)}/{name}", body=manifest.owned_by(pod), merge=True
+                    "PATCH",
+                    f"{self._objects.policies(namespace)}/{name}",
+                    body=manifest.owned_by(pod),
+                    merge=True,
                 )
         self._versions[sandbox_id] = pod["metadata"]["resourceVersion"]
         self._patience[sandbox_id] = options.unschedulable_seconds
-        return status.info(pod, sandbox_id)
+        return self._info(pod, sandbox_id)
 
     async def find(self, spec: SandboxSpec) -> SandboxInfo | None:
         namespace = manifest.options_of(spec).namespace or self._access.namespace
@@ -160,11 +166,11 @@ class KubernetesProvider:
     async def get(self, sandbox_id: str) -> SandboxInfo:
         namespace, name = self._split(sandbox_id)
         with mapped(sandbox_id):
-            pod = await self._read(f"{self._pods(namespace)}/{name}")
+            pod = await self._objects.read(f"{self._objects.pods(namespace)}/{name}")
             if pod is not None and status.is_ours(pod):
-                return status.info(pod, sandbox_id)
+                return self._info(pod, sandbox_id)
             if pod is None:
-                policy = await self._read_policy(namespace, name)
+                policy = await self._objects.read_policy(namespace, name)
                 if policy is not None and status.is_ours(policy):
                     return _leftover(policy, sandbox_id)
         raise errors.SandboxNotFoundError(
@@ -180,12 +186,12 @@ class KubernetesProvider:
             with mapped(sandbox_id):
                 async with limit:
                     async for kind, pod in self._api.watch(
-                        self._pods(namespace), name=name, version=self._versions.pop(sandbox_id, None)
+                        self._objects.pods(namespace), name=name, version=self._versions.pop(sandbox_id, None)
                     ):
                         if kind == "DELETED":
                             raise await self._gone(namespace, name, sandbox_id)
                         if status.running(pod):
-                            return status.info(pod, sandbox_id)
+                            return self._info(pod, sandbox_id)
                         stuck = status.unschedulable(pod)
                         if stuck is not None and patience > 0:
                             if limit.when() is None:
@@ -205,19 +211,21 @@ class KubernetesProvider:
         for namespace in sorted(self._namespaces):
             names = set()
             with mapped():
-                async for pod in self._api.pages(self._pods(namespace), params={"labelSelector": selector}):
+                async for pod in self._api.pages(
+                    self._objects.pods(namespace), params={"labelSelector": selector}
+                ):
                     names.add(pod["metadata"]["name"])
                     if status.is_ours(pod):
-                        yield status.info(pod, self._id(namespace, pod["metadata"]["name"]))
+                        yield self._info(pod, self._id(namespace, pod["metadata"]["name"]))
                 try:
                     async for policy in self._api.pages(
-                        self._policies(namespace), params={"labelSelector": selector}
+                        self._objects.policies(namespace), params={"labelSelector": selector}
                     ):
                         name = policy["metadata"]["name"]
                         if (
                             name not in names
                             and status.is_ours(policy)
-                            and await self._is_leftover(namespace, name)
+                            and await self._objects.is_leftover(namespace, name)
                         ):
                             yield _leftover(policy, self._id(namespace, name))
                 except ApiError as error:
@@ -228,36 +236,16 @@ class KubernetesProvider:
         namespace, name = self._split(sandbox_id)
         await self._close_forwards(sandbox_id)
         with mapped(sandbox_id):
-            pod = await self._read(f"{self._pods(namespace)}/{name}")
+            pod = await self._objects.read(f"{self._objects.pods(namespace)}/{name}")
             if pod is not None and not status.is_ours(pod):
                 log.warning("pod %s/%s is not lowtide's and was left alone", namespace, name)
                 return False
-            ended = pod is not None and await self._delete_pod(namespace, pod, grace_seconds)
-            ended = await self._delete_policy(namespace, name) or ended
-        self._versions.pop(sandbox_id, None)
-        self._patience.pop(sandbox_id, None)
+            ended = pod is not None and await self._objects.delete_pod(namespace, pod, grace_seconds)
+            ended = await self._objects.delete_policy(namespace, name) or ended
+        for known in (self._versions, self._patience, self._expiries):
+            known.pop(sandbox_id, None)
         self._without_shell.discard(sandbox_id)
         return ended
-
-    async def _delete_pod(self, namespace: str, pod: Json, grace_seconds: float) -> bool:
-        """Until the pod is really gone. A grace of 0 would take the object away while its processes still run."""
-        path = f"{self._pods(namespace)}/{pod['metadata']['name']}"
-        same = {"uid": pod["metadata"]["uid"]}
-        body: Json = {"gracePeriodSeconds": max(1, math.ceil(grace_seconds)), "preconditions": same}
-        if not await self._delete(path, body):
-            return False
-        forced = False
-        async for kind, seen in self._api.watch(
-            self._pods(namespace), name=pod["metadata"]["name"], version=None
-        ):
-            if kind == "DELETED" or seen["metadata"]["uid"] != same["uid"]:
-                return True
-            if not forced and status.all_terminated(seen):
-                # The node has reported every container dead. It would take up to ten seconds to let go
-                # of the object; now that nothing runs, taking it away is safe.
-                forced = True
-                await self._delete(path, {"gracePeriodSeconds": 0, "preconditions": same})
-        return True
 
     # Commands
 
@@ -301,6 +289,12 @@ class KubernetesProvider:
 
     async def _running(self, sandbox_id: str, start: Callable[[], Awaitable[PodProcess]]) -> PodProcess:
         """What a refused exec means: mostly that there is nothing to run in any more."""
+        # At its deadline a pod counts as failed before the node has killed anything in it.
+        expiry = self._expiries.get(sandbox_id)
+        if expiry is not None and expiry <= datetime.now(UTC):
+            gone = await self._explain(sandbox_id)
+            if gone is not None:
+                raise gone
         try:
             return await start()
         except ApiError as error:
@@ -386,7 +380,7 @@ class KubernetesProvider:
     async def _explain(self, sandbox_id: str) -> errors.LowtideError | None:
         """The `SandboxGone` that says why nothing can run, None while something can."""
         namespace, name = self._split(sandbox_id)
-        pod = await self._read(f"{self._pods(namespace)}/{name}")
+        pod = await self._objects.read(f"{self._objects.pods(namespace)}/{name}")
         if pod is None or not status.is_ours(pod):
             return await self._gone(namespace, name, sandbox_id)
         problem = status.trouble(pod)
@@ -395,7 +389,7 @@ class KubernetesProvider:
     async def _gone(self, namespace: str, name: str, sandbox_id: str) -> errors.SandboxGone:
         """The pod is no longer there; the events that outlive it know more."""
         reason, detail = "deleted", "somebody deleted its pod"
-        event = await self._last_event(namespace, name)
+        event = await self._objects.last_event(namespace, name)
         if event is not None and event.get("reason") != "Killing":
             reason, detail = status.word(str(event.get("reason"))), str(event.get("message"))
         return errors.SandboxGone(
@@ -403,27 +397,6 @@ class KubernetesProvider:
             reason=reason,
             provider=self.name,
             sandbox_id=sandbox_id,
-        )
-
-    async def _last_event(self, namespace: str, name: str) -> Json | None:
-        ends = ("Evicted", "Preempted", "TaintManagerEviction", "NodeShutdown", "Killing", "DeadlineExceeded")
-        try:
-            page = await self._api.request(
-                "GET",
-                f"/api/v1/namespaces/{namespace}/events",
-                params={
-                    "fieldSelector": f"involvedObject.name={name},involvedObject.kind=Pod",
-                    "limit": "100",
-                },
-            )
-        except ApiError:
-            return None  # a nicety that needs a right of its own
-        found = [event for event in page.get("items") or [] if event.get("reason") in ends]
-        # A drain or an eviction explains more than the kill that follows it.
-        return max(
-            found,
-            key=lambda event: (event["reason"] != "Killing", str(event.get("lastTimestamp"))),
-            default=None,
         )
 
     def _failed(self, problem: status.Trouble, sandbox_id: str) -> errors.LowtideError:
@@ -443,57 +416,11 @@ class KubernetesProvider:
 
     # Objects
 
-    async def _create_or_get(self, path: str, body: Json) -> Json:
-        try:
-            return await self._api.request("POST", path, body=body)
-        except ApiError as error:
-            if error.reason != "AlreadyExists":
-                raise
-            return await self._api.request("GET", f"{path}/{body['metadata']['name']}")
-
-    async def _read(self, path: str) -> Json | None:
-        try:
-            return await self._api.request("GET", path)
-        except ApiError as error:
-            if error.status == 404:
-                return None
-            raise
-
-    async def _read_policy(self, namespace: str, name: str) -> Json | None:
-        try:
-            return await self._read(f"{self._policies(namespace)}/{name}")
-        except ApiError as error:
-            if error.status == 403:
-                return None
-            raise
-
-    async def _delete(self, path: str, body: Json) -> bool:
-        try:
-            await self._api.request("DELETE", path, body=body)
-        except ApiError as error:
-            if error.status == 404 or error.reason == "Conflict":  # gone, or another one has its name by now
-                return False
-            raise
-        return True
-
-    async def _delete_policy(self, namespace: str, name: str) -> bool:
-        try:
-            return await self._delete(f"{self._policies(namespace)}/{name}", {})
-        except ApiError as error:
-            if error.status == 403:
-                return False
-            raise
-
-    async def _delete_policy_of_nothing(self, namespace: str, name: str) -> None:
-        """After a refused create. Best effort: the caller has an error to see, and the policy can be found again."""
-        try:
-            if await self._is_leftover(namespace, name):
-                await self._delete_policy(namespace, name)
-        except Exception:
-            log.info("network policy %s/%s could not be deleted yet", namespace, name)
-
-    async def _is_leftover(self, namespace: str, name: str) -> bool:
-        return await self._read(f"{self._pods(namespace)}/{name}") is None
+    def _info(self, pod: Json, sandbox_id: str) -> SandboxInfo:
+        found = status.info(pod, sandbox_id)
+        if found.expires_at is not None:
+            self._expiries[sandbox_id] = found.expires_at
+        return found
 
     def _warn_about_policies(self) -> None:
         if not self._warned:
@@ -502,15 +429,9 @@ class KubernetesProvider:
                 "network='none' is a NetworkPolicy here: it holds only where the cluster's network plug-in enforces policies"
             )
 
-    def _pods(self, namespace: str) -> str:
-        return f"/api/v1/namespaces/{namespace}/pods"
-
-    def _policies(self, namespace: str) -> str:
-        return f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies"
-
     def _pod_path(self, sandbox_id: str) -> str:
         namespace, name = self._split(sandbox_id)
-        return f"{self._pods(namespace)}/{name}"
+        return f"{self._objects.pods(namespace)}/{name}"
 
     def _id(self, namespace: str, name: str) -> str:
         return name if namespace == self._access.namespace else f"{namespace}/{name}"

@@ -66,6 +66,11 @@ def running(pod: Json) -> bool:
     return "running" in (_container(pod["status"]).get("state") or {})
 
 
+def starting(pod: Json) -> bool:
+    """On a node, not yet running, and nothing says that it will not."""
+    return (pod.get("status") or {}).get("phase") == "Pending" and trouble(pod) is None
+
+
 def all_terminated(pod: Json) -> bool:
     """The node itself has said that no container of this pod runs any more."""
     statuses = (pod.get("status") or {}).get("containerStatuses") or []
