@@ -14,21 +14,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 
 
-class Duration(click.ParamType[float]):
+def seconds(value: str | float) -> float:
     """`90`, `90s`, `15m`, `2h`, `7d`: seconds."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value))
+    if not match or match[2] not in _UNITS:
+        raise click.BadParameter(f"{value!r} is no duration: say 90s, 15m, 2h or 7d")
+    return float(match[1]) * _UNITS[match[2]]
 
-    name = "duration"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, int | float):
-            return float(value)
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value))
-        if not match or match[2] not in _UNITS:
-            self.fail(f"{value!r} is no duration: say 90s, 15m, 2h or 7d", param, ctx)
-        return float(match[1]) * _UNITS[match[2]]
-
-
-DURATION = Duration()
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 provider_option = click.option(
@@ -52,7 +44,7 @@ _CREATION = (
     click.option("--tag", "tags", multiple=True, metavar="T", help="A tag; may be repeated."),
     click.option("--keep", type=_KEEP, help="When it survives its end (default: LOWTIDE_KEEP, else never)."),
     click.option(
-        "--keep-for", type=DURATION, metavar="TIME", help="How long a kept one lives (default: 24h)."
+        "--keep-for", type=seconds, metavar="TIME", help="How long a kept one lives (default: 24h)."
     ),
     click.option(
         "--network", "-n", metavar="N", help="none, full, or hosts and CIDRs to allow, separated by commas."
@@ -71,7 +63,7 @@ _CREATION = (
     click.option("--pids", type=click.IntRange(min=1), metavar="N", help="Most processes at once."),
     click.option("--disk", metavar="SIZE", help="Disk limit: 1Gi."),
     click.option(
-        "--max-lifetime", type=DURATION, metavar="TIME", help="Its hard end, whatever else happens: 30m, 2h."
+        "--max-lifetime", type=seconds, metavar="TIME", help="Its hard end, whatever else happens: 30m, 2h."
     ),
 )
 

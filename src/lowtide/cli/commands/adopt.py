@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import click
 
-from lowtide.cli.parameters import DURATION, json_option, provider_option
+from lowtide.cli.parameters import json_option, provider_option, seconds
 
 
 @click.command("adopt", short_help="Keep a sandbox alive beyond its owner, until a time.")
 @provider_option
 @click.option(
-    "--keep-for", type=DURATION, default=86_400.0, metavar="TIME", help="How long from now (default: 24h)."
+    "--keep-for", type=seconds, default=86_400.0, metavar="TIME", help="How long from now (default: 24h)."
 )
 @json_option
 @click.argument("sandboxes", nargs=-1, required=True, metavar="ID…")

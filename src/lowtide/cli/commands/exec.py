@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from lowtide.cli.parameters import COMMAND_SETTINGS, DURATION, provider_option, variables
+from lowtide.cli.parameters import COMMAND_SETTINGS, provider_option, seconds, variables
 
 
 @click.command(
@@ -23,7 +23,7 @@ from lowtide.cli.parameters import COMMAND_SETTINGS, DURATION, provider_option, 
 @click.option("--user", "-u", metavar="U", help="Run as this user of the sandbox.")
 @click.option(
     "--timeout",
-    type=DURATION,
+    type=seconds,
     metavar="TIME",
     help="End the command after this long: 90s, 15m. Exit code 124.",
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from lowtide.cli.parameters import COMMAND_SETTINGS, DURATION, creation_arguments, creation_options
+from lowtide.cli.parameters import COMMAND_SETTINGS, creation_arguments, creation_options, seconds
 
 
 @click.command(
@@ -17,7 +17,7 @@ from lowtide.cli.parameters import COMMAND_SETTINGS, DURATION, creation_argument
 @creation_options
 @click.option(
     "--timeout",
-    type=DURATION,
+    type=seconds,
     metavar="TIME",
     help="End the command after this long: 90s, 15m. Exit code 124.",
 )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import click
 
-from lowtide.cli.parameters import DURATION, json_option, provider_option
+from lowtide.cli.parameters import json_option, provider_option, seconds
 
 
 @click.command("stop", short_help="End sandboxes gracefully; the keep policy holds.")
 @provider_option
 @click.option(
     "--grace",
-    type=DURATION,
+    type=seconds,
     default=10.0,
     metavar="TIME",
     help="How long its processes may take to end (default: 10s).",

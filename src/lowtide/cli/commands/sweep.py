@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import click
 
-from lowtide.cli.parameters import DURATION, json_option, provider_option, tag_option
+from lowtide.cli.parameters import json_option, provider_option, seconds, tag_option
 
 
 @click.command("sweep", short_help="Find orphans and end those that may be ended.")
 @provider_option
 @tag_option
-@click.option("--older-than", type=DURATION, default=0.0, metavar="TIME", help="Only what is older: 30m, 2h.")
+@click.option("--older-than", type=seconds, default=0.0, metavar="TIME", help="Only what is older: 30m, 2h.")
 @click.option("--dry-run", "-n", is_flag=True, help="Only say what would be ended.")
 @json_option
 def command(
