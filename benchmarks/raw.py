@@ -19,9 +19,7 @@ class RawBubblewrap:
         self.program = bwrap.find(os.environ).path
         self._layers = Path(tempfile.mkdtemp(prefix="raw-", dir=home))
         # The skeleton that lowtide built for its own sandboxes, so that both look up the same files.
-        (self.skeleton,) = (
-            entry for entry in (home / "local" / "base").iterdir() if (entry / "etc").is_dir()
-        )
+        (self.skeleton,) = (home / "local" / "base").glob("*/root")
         self._count = 0
 
     def argv(self, *command: str) -> list[str]:

@@ -9,7 +9,7 @@ from lowtide.testing import conformance as suite
 
 @pytest.fixture(scope="module")
 def provider_under_test() -> suite.ProviderUnderTest:
-    return suite.ProviderUnderTest(name="local")
+    return suite.ProviderUnderTest(name="local", crowd=200)
 
 
 class TestExec(suite.ExecConformance): ...

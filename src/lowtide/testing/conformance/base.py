@@ -32,7 +32,9 @@ class ProviderUnderTest:
     """How much one command prints in the test of large output."""
     big_file_bytes: int = 300 * 1000 * 1000
     parallel: int = 12
-    """How many sandboxes may be alive at once."""
+    """How many sandboxes are used by threads at once."""
+    crowd: int = 16
+    """How many sandboxes are started and stopped at once."""
     timeout_seconds: float = 3.0
     """A command timeout that is long enough for a command to have started."""
     max_lifetime_seconds: float = 4.0

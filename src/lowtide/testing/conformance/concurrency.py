@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lowtide import Sandbox, Session
+from lowtide.lifecycle.lease import Outcome
 from lowtide.providers.base import Provider
 from lowtide.testing.conformance.base import (
     ANSWER_SECONDS,
@@ -96,6 +97,24 @@ class ConcurrencyConformance(Conformance):
             boxes = list(threads.map(lambda _: session.sandbox().wait(ANSWER_SECONDS), range(count)))
             assert session.sandbox_count == count
         assert all(is_gone(provider, box.sandbox_id) for box in boxes)
+
+    @pytest.mark.slow
+    def test_a_crowd_is_started_used_and_stopped_at_once(
+        self, provider_under_test: ProviderUnderTest, provider: Provider
+    ) -> None:
+        async def life() -> list[str]:
+            async with Session(create_keywords(provider_under_test)) as session:
+                boxes = [session.sandbox() for _ in range(provider_under_test.crowd)]
+                answers = await asyncio.gather(*(box.exec(["echo", str(n)]) for n, box in enumerate(boxes)))
+                assert [answer.stdout for answer in answers] == [f"{n}\n" for n in range(len(boxes))]
+                reports = await asyncio.gather(*(box.stop(graceful_shutdown_seconds=0.0) for box in boxes))
+                assert {report.outcome for report in reports} == {Outcome.DESTROYED}
+                return [str(box.sandbox_id) for box in boxes]
+
+        for _ in range(2):
+            ids = asyncio.run(life())
+            assert len(set(ids)) == provider_under_test.crowd
+            assert all(is_gone(provider, sandbox_id) for sandbox_id in ids)
 
     def test_a_forked_child_neither_hangs_nor_ends_its_parents_sandboxes(
         self, make_sandbox: Callable[..., Sandbox], provider: Provider
