@@ -53,7 +53,9 @@ async def test_what_enters_is_restricted_as_the_first_process_is(provider: Local
     assert restrictions(entered) == restrictions(first)
     found = dict(line.split(":\t", 1) for line in restrictions(entered))
     assert {found[key] for key in found if key.startswith("Cap")} == {"0" * 16}
-    assert found["NoNewPrivs"] == "1" and found["Seccomp"] == "2" and found["Uid"].split() == ["0"] * 4
+    assert found["NoNewPrivs"] == "1"
+    assert found["Seccomp"] == "2"
+    assert found["Uid"].split() == ["0"] * 4
     _, limits, _ = await shell(provider, made.sandbox_id, "ulimit -a")
     assert limits == (await run(provider, made.sandbox_id, "cat", "/limits"))[1]
 
@@ -129,7 +131,8 @@ async def test_host_files_processes_and_other_sandboxes_are_not_there(
     other = await provider.create(spec())
     await shell(provider, other.sandbox_id, "echo mine >/root/mine; echo mine >/tmp/mine")
     code, out, _ = await shell(provider, sandbox, "ls /root/mine /tmp/mine /proc/1/root/oldroot")
-    assert code != 0 and "mine" not in out
+    assert code != 0
+    assert "mine" not in out
     _, out, _ = await shell(provider, sandbox, "ls /proc | grep -c '^[0-9]'")
     assert int(out) < 10
     for path in (
@@ -148,7 +151,8 @@ async def test_writes_stay_inside(provider: LocalProvider, sandbox: str) -> None
         provider, sandbox, f"echo x >{name} && echo y >>/etc/passwd && rm /usr/bin/env && ls {name}"
     )
     assert code == 0, err
-    assert not os.path.exists(name) and os.path.exists("/usr/bin/env")
+    assert not os.path.exists(name)
+    assert os.path.exists("/usr/bin/env")
 
 
 async def test_host_programs_cannot_be_reached_for_writing(provider: LocalProvider, sandbox: str) -> None:
@@ -184,7 +188,8 @@ async def test_root_gives_nothing_of_its_own_id(provider: LocalProvider, sandbox
     await shell(provider, sandbox, "cp /bin/sh /root/sh; chmod 6755 /root/sh")
     place = provider._place(sandbox)
     info = (place.path / "root/root/sh").stat()
-    assert info.st_uid == ID_BASE and info.st_gid == ID_BASE
+    assert info.st_uid == ID_BASE
+    assert info.st_gid == ID_BASE
     for mark in place.processes():
         assert mark is not None
         assert os.stat(f"/proc/{mark.pid}").st_uid == ID_BASE
@@ -202,7 +207,8 @@ async def test_a_fork_bomb_stays_in_its_sandbox(provider: LocalProvider) -> None
         "        count += 1\nexcept OSError: print(count)\n"
     )
     code, out, _ = await run(provider, made.sandbox_id, "python3", "-c", script)
-    assert code == 0 and int(out) < 41
+    assert code == 0
+    assert int(out) < 41
     assert (await run(provider, other.sandbox_id, "true"))[0] == 0
     _, out, _ = await shell(provider, other.sandbox_id, "ulimit -p 2>/dev/null || ulimit -u")
     assert out.strip() == "4096"
@@ -229,11 +235,13 @@ async def test_memory_cpu_and_disk_limits_hold(provider: LocalProvider) -> None:
     limits = Limits(memory_bytes=64 << 20, cpu=0.2, disk_bytes=32 << 20)
     made = await provider.create(spec(limits=limits))
     groups = [Path(path) for path in (provider._place(made.sandbox_id).spec() or {})["cgroups"]]
-    assert groups and all(group.is_dir() for group in groups)
+    assert groups
+    assert all(group.is_dir() for group in groups)
     code, _, _ = await run(provider, made.sandbox_id, "python3", "-c", "x = bytearray(300 << 20)")
     assert code != 0
     code, _, err = await shell(provider, made.sandbox_id, "dd if=/dev/zero of=/root/big bs=1M count=64")
-    assert code != 0 and "No space" in err
+    assert code != 0
+    assert "No space" in err
     burn = "import time, os; t = time.time(); n = time.process_time()\nwhile time.time() < t + 1: pass\nprint(time.process_time() - n)"
     _, out, _ = await run(provider, made.sandbox_id, "python3", "-c", burn)
     assert float(out) < 0.6

@@ -46,9 +46,10 @@ async def test_a_snapshot_carries_changes_and_deletions(provider: LocalProvider)
     assert os.stat(provider.home / "snapshots" / taken / "root/root/sparse").st_blocks < 1000
     second = await provider.create(spec(snapshot=taken))
     look = "cat /root/l; stat -c '%h %a' /root/f; ls -A /home/user; cat /usr/local/bin/tool; ls /etc/hosts /usr/bin/env"
-    code, out, err = await shell(provider, second.sandbox_id, look)
+    _code, out, err = await shell(provider, second.sandbox_id, look)
     assert out == "hi\n2 640\nx\n"
-    assert "/etc/hosts" in err and "/usr/bin/env" in err
+    assert "/etc/hosts" in err
+    assert "/usr/bin/env" in err
     await shell(provider, second.sandbox_id, "echo more >/root/h")
     assert await provider.destroy(first.sandbox_id) is True
     third = await provider.snapshot_and_destroy(second.sandbox_id, "chain")
@@ -129,10 +130,12 @@ async def test_an_imported_image_is_what_the_sandbox_runs_on(provider: LocalProv
     )
     file = _docker_save(tmp_path, [_busybox_layer(), upper], {"Env": ["FROM=image"], "WorkingDir": "/work"})
     image = provider.images.import_file("team/app:1", file)
-    assert image.layers == 2 and [i.name for i in provider.images.images()] == ["team/app:1"]
+    assert image.layers == 2
+    assert [i.name for i in provider.images.images()] == ["team/app:1"]
     made = await provider.create(spec(image="team/app:1"))
     names = {entry.name for entry in await provider.list_dir(made.sandbox_id, "/etc")}
-    assert "new" in names and "gone" not in names
+    assert "new" in names
+    assert "gone" not in names
     assert [entry.name for entry in await provider.list_dir(made.sandbox_id, "/old")] == ["b"]
     assert await read(provider, made.sandbox_id, "/etc/new") == b"new"
     assert (await provider.stat(made.sandbox_id, "/work")).kind == "directory"
@@ -171,7 +174,8 @@ def test_a_layer_cannot_leave_its_directory(tmp_path: Path, hostile: bytes) -> N
     store = ImageStore(tmp_path / "local/images", None)
     with pytest.raises(ValidationError):
         store.add("bad", [io.BytesIO(hostile)], {})
-    assert not (tmp_path / "escape").exists() and not (tmp_path / "local/escape").exists()
+    assert not (tmp_path / "escape").exists()
+    assert not (tmp_path / "local/escape").exists()
     assert os.listdir(tmp_path / "local/images") == []
 
 

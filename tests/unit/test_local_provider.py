@@ -57,11 +57,14 @@ async def test_a_command_runs_and_its_streams_stay_apart(provider: LocalProvider
 
 async def test_what_cannot_be_run_counts_as_a_shell_counts_it(provider: LocalProvider, sandbox: str) -> None:
     code, _, err = await run(provider, sandbox, "no-such-command")
-    assert code == 127 and "no-such-command" in err
+    assert code == 127
+    assert "no-such-command" in err
     code, _, err = await run(provider, sandbox, "/etc/passwd")
-    assert code == 126 and err
+    assert code == 126
+    assert err
     code, _, err = await run(provider, sandbox, "true", cwd="/no/such/place")
-    assert code in (126, 127) and "/no/such/place" in err
+    assert code in (126, 127)
+    assert "/no/such/place" in err
 
 
 async def test_a_signal_is_128_and_its_number(provider: LocalProvider, sandbox: str) -> None:
@@ -103,7 +106,8 @@ async def test_nothing_of_this_process_environment_is_inside(
 async def test_a_long_command_line_arrives_whole(provider: LocalProvider, sandbox: str) -> None:
     words = [f"{number:08d}" for number in range(20_000)]
     code, out, _ = await run(provider, sandbox, "echo", *words)
-    assert code == 0 and out.split() == words
+    assert code == 0
+    assert out.split() == words
 
 
 async def test_a_background_job_that_holds_stdout_does_not_hold_the_call(
@@ -120,8 +124,9 @@ async def test_terminate_ends_the_whole_tree(provider: LocalProvider, sandbox: s
     await asyncio.sleep(0.3)
     await process.terminate(0.3)
     assert await process.wait() in (137, 143)
-    code, out, _ = await shell(provider, sandbox, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
-    assert "400" in out and "4009" in out
+    _code, out, _ = await shell(provider, sandbox, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+    assert "400" in out
+    assert "4009" in out
     assert not any(number in out for number in ("4001", "4002", "4003"))
     await bystander.terminate(1.0)
 
@@ -135,7 +140,10 @@ async def test_a_terminal_is_one_with_a_size(provider: LocalProvider, sandbox: s
     await process.write_stdin(b"abc\n")
     out = b"".join([chunk async for _, chunk in process.output()])
     assert await process.wait() == 0
-    assert b"30 100" in out and b"yes" in out and b"20 70" in out and b"got abc" in out
+    assert b"30 100" in out
+    assert b"yes" in out
+    assert b"20 70" in out
+    assert b"got abc" in out
 
 
 async def test_zombies_are_reaped(provider: LocalProvider, sandbox: str) -> None:
@@ -337,7 +345,8 @@ async def test_killing_either_bwrap_ends_the_sandbox(provider: LocalProvider) ->
         made = await provider.create(spec())
         marks = provider._place(made.sandbox_id).processes()
         victim, other = marks[which], marks[1 - which]
-        assert victim is not None and other is not None
+        assert victim is not None
+        assert other is not None
         os.kill(victim.pid, signal.SIGKILL)
         for _ in range(200):
             if not other.alive():
@@ -357,7 +366,8 @@ async def test_a_hard_lifetime_needs_nobody(provider: LocalProvider) -> None:
             break
         await asyncio.sleep(0.02)
     info = await provider.get(made.sandbox_id)
-    assert info.state is SandboxState.FAILED and info.reason == "its lifetime is over"
+    assert info.state is SandboxState.FAILED
+    assert info.reason == "its lifetime is over"
 
 
 async def test_the_main_command_is_the_sandbox(provider: LocalProvider) -> None:
@@ -381,7 +391,8 @@ async def test_the_same_lease_twice_is_one_sandbox(provider: LocalProvider) -> N
     assert first.sandbox_id == second.sandbox_id
     assert len([info async for info in provider.list({})]) == 1
     found = await provider.find(wanted)
-    assert found is not None and found.sandbox_id == first.sandbox_id
+    assert found is not None
+    assert found.sandbox_id == first.sandbox_id
 
 
 async def test_a_destroy_during_create_leaves_nothing(provider: LocalProvider) -> None:
@@ -432,7 +443,7 @@ async def test_an_image_that_is_missing_says_what_to_run(provider: LocalProvider
         await provider.create(spec(image="ubuntu:24.04"))
     with pytest.warns(UserWarning, match="stands in"):
         made = await provider.create(spec(image=f"python:{sys.version_info[0]}.{sys.version_info[1]}"))
-    code, out, _ = await run(provider, made.sandbox_id, "python3", "-V")
+    _code, out, _ = await run(provider, made.sandbox_id, "python3", "-V")
     assert out.startswith(f"Python {sys.version_info[0]}.{sys.version_info[1]}.")
 
 

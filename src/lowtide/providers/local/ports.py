@@ -45,7 +45,7 @@ class Forwarder:
                 await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
             finally:
                 far_writer.transport.abort()
-        except Exception:
+        except (Exception, asyncio.CancelledError):  # cancelled by close: the task has nothing left to do
             writer.transport.abort()
         finally:
             with contextlib.suppress(Exception):

@@ -231,6 +231,13 @@ def gone(sandbox_id: str, message: str = "the sandbox has ended", reason: str = 
 def entry_error(message: Message, inner: ProcessMark, sandbox_id: str) -> Exception:
     if message["errno"] == errno.ESRCH or not inner.alive():
         return gone(sandbox_id)
+    if message["errno"] == errno.EAGAIN:
+        return ResourceExhaustedError(
+            "the sandbox has as many processes as it may have; end some, or raise its pids limit",
+            provider="local",
+            sandbox_id=sandbox_id,
+            retryable=True,
+        )
     return SandboxFailedError(
         f"could not enter the sandbox: {message['why']}",
         provider="local",

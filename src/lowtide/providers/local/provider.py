@@ -511,9 +511,7 @@ class LocalProvider:
         place = self._place(sandbox_id)
         spec = place.spec()
         if spec is None:
-            raise SandboxNotFoundError(
-                f"there is no sandbox {sandbox_id}", provider="local", sandbox_id=sandbox_id
-            )
+            raise gone(sandbox_id, f"there is no sandbox {sandbox_id} any more", reason="deleted")
         _, inner = place.processes()
         if inner is None or not place.alive(spec):
             info = place.info()

@@ -8,6 +8,8 @@ socket, so that nothing waits in line. It ends when its control socket closes; t
 What enters a sandbox imports, looks up and loads nothing from then on: files in there are hostile.
 """
 
+from __future__ import annotations
+
 import array
 import contextlib
 import ctypes
@@ -45,6 +47,7 @@ TIOCGPTPEER, TIOCSPTLCK = 0x5441, 0x40045431
 INFO, BLOCK, SECCOMP, READY, SELF, STATUS, ARGS = 3, 4, 5, 6, 7, 8, 9
 
 MARKER = "LOWTIDE_PROCESS"
+_QUIET_SECONDS = 0.004  # without a request: then there is time to prepare the next sandbox
 Fds = list[int]
 Message = dict[str, Any]
 
@@ -212,77 +215,16 @@ def put(path: str, data: bytes, flags: int = os.O_WRONLY) -> None:
 class Creation:
     """One sandbox on its way: from the request until its first process may run."""
 
-    def __init__(self, message: Message, fds: Fds) -> None:
+    def __init__(self, message: Message, fds: Fds, spare: Spare | None) -> None:
         self.message = message
         self.reply, self.stderr, self.ready = fds
-        self.outer = 0
         self.info_r, self.info_w = os.pipe()
         self.block_r, self.block_w = os.pipe()
-        self.middle = self.fork()
-        for fd in (self.stderr, self.ready, self.info_w, self.block_r):
+        given = [self.stderr, self.info_w, self.block_r, self.ready]
+        if not (spare is not None and spare.take(message, given)):
+            Spare().take(message, given)
+        for fd in given:
             os.close(fd)
-
-    def fork(self) -> int:
-        middle = os.fork()
-        if middle == 0:
-            try:
-                between = os.getpid()
-                if os.fork() == 0:
-                    # bwrap dies with its parent, and that must be init and not the one between. (An end of
-                    # file on a pipe would be too early: descriptors are closed before children are told.)
-                    while os.getppid() == between:
-                        os.sched_yield()
-                    self.become_bwrap()
-            except BaseException as error:
-                complain(self.stderr, error)
-            finally:
-                os._exit(1)
-        return middle
-
-    def become_bwrap(self) -> None:
-        message = self.message
-        place = message["dir"]
-        put(f"{place}/pid", identity(os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        for procs in message["cgroups"]:
-            put(procs, b"0")
-        if message["disk"]:
-            mount_disk(message["disk"])
-        os.setsid()
-        libc.syscall(SYS_KEYCTL, 1, None)  # a session keyring of its own: none of the caller's keys
-        first_limits()
-        args = os.memfd_create("args", 0)
-        os.write(args, b"\0".join(os.fsencode(a) for a in message["args"]) + b"\0")
-        os.lseek(args, 0, 0)
-        status = os.open(f"{place}/status", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        seccomp = os.open(f"/proc/self/fd/{config.seccomp_fd}", os.O_RDONLY)  # its own offset
-        null = os.open("/dev/null", os.O_RDWR)
-        wanted = (
-            null,
-            null,
-            self.stderr,
-            self.info_w,
-            self.block_r,
-            seccomp,
-            self.ready,
-            config.elf_fd,
-            status,
-            args,
-        )
-        copies = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in wanted]
-        for target, fd in enumerate(copies):
-            os.dup2(fd, target, inheritable=True)
-        libc.syscall(SYS_CLOSE_RANGE, len(wanted), 0x7FFFFFFF, 4)  # mark close-on-exec
-        default_signals()
-        if message["lifetime"]:
-            # An alarm survives exec. It ends the outer bwrap, and with it everything inside.
-            signal.setitimer(signal.ITIMER_REAL, message["lifetime"])
-        if config.base is not None:
-            os.setgroups([])
-            os.setresgid(config.base, config.base, config.base)
-            os.setresuid(config.base, config.base, config.base)
-        os.chdir("/")
-        argv = ["bwrap", "--args", str(ARGS), "--", f"/proc/self/fd/{SELF}", *message["command"]]
-        os.execve(message["bwrap"], [os.fsencode(a) for a in argv], {})  # noqa: S606
 
     def advance(self) -> None:
         """bwrap said who the first process in the namespaces is: give it its ids and let it go on."""
@@ -305,6 +247,106 @@ class Creation:
         finally:
             for fd in (self.info_r, self.block_w, self.reply):
                 os.close(fd)
+
+
+class Spare:
+    """A process that waits to become the next sandbox's bwrap, already forked and already a child of init.
+
+    Forking twice is a good part of a create; this way it is done beforehand, in a quiet moment.
+    """
+
+    def __init__(self) -> None:
+        self.ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork() == 0:
+            try:
+                between = os.getpid()
+                if os.fork() == 0:
+                    # bwrap dies with its parent, and that must be init and not the one between. (An end of
+                    # file on a pipe would be too early: descriptors are closed before children are told.)
+                    while os.getppid() == between:
+                        os.sched_yield()
+                    wait_for_work(theirs)
+            finally:
+                os._exit(1)
+        theirs.close()
+
+    def take(self, message: Message, fds: Fds) -> bool:
+        data, held = json.dumps(message).encode(), list(fds)
+        if len(data) > 60_000:
+            held.append(os.memfd_create("request", os.MFD_CLOEXEC))
+            for at in range(0, len(data), 1 << 20):
+                os.write(held[-1], data[at : at + (1 << 20)])
+            data = b"M"
+        try:
+            self.ours.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", held))])
+            return True
+        except OSError:
+            return False  # it is gone: somebody killed it
+        finally:
+            self.ours.close()
+            for fd in held[len(fds) :]:
+                os.close(fd)
+
+
+def wait_for_work(own: socket.socket) -> None:
+    """In the spare: hold nothing of anybody's while waiting, leave when the spawner does."""
+    keep = sorted((0, 1, 2, own.fileno(), config.elf_fd, config.seccomp_fd))
+    for low, high in zip(keep, [*keep[1:], 0x80000000], strict=True):
+        if low + 1 <= high - 1:
+            libc.syscall(SYS_CLOSE_RANGE, low + 1, high - 1, 0)
+    work = receive(own)
+    if work is None:
+        return
+    message, (stderr, info, block, ready) = work
+    try:
+        become_bwrap(message, stderr, info, block, ready)
+    except BaseException as error:
+        complain(stderr, error)
+
+
+def become_bwrap(message: Message, stderr: int, info: int, block: int, ready: int) -> None:
+    place = message["dir"]
+    put(f"{place}/pid", identity(os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    for procs in message["cgroups"]:
+        put(procs, b"0")
+    if message["disk"]:
+        mount_disk(message["disk"])
+    os.setsid()
+    libc.syscall(SYS_KEYCTL, 1, None)  # a session keyring of its own: none of the caller's keys
+    first_limits()
+    args = os.memfd_create("args", 0)
+    os.write(args, b"\0".join(os.fsencode(a) for a in message["args"]) + b"\0")
+    os.lseek(args, 0, 0)
+    status = os.open(f"{place}/status", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    seccomp = os.open(f"/proc/self/fd/{config.seccomp_fd}", os.O_RDONLY)  # its own offset
+    null = os.open("/dev/null", os.O_RDWR)
+    wanted = (
+        null,
+        null,
+        stderr,
+        info,
+        block,
+        seccomp,
+        ready,
+        config.elf_fd,
+        status,
+        args,
+    )
+    copies = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in wanted]
+    for target, fd in enumerate(copies):
+        os.dup2(fd, target, inheritable=True)
+    libc.syscall(SYS_CLOSE_RANGE, len(wanted), 0x7FFFFFFF, 4)  # mark close-on-exec
+    default_signals()
+    if message["lifetime"]:
+        # An alarm survives exec. It ends the outer bwrap, and with it everything inside.
+        signal.setitimer(signal.ITIMER_REAL, message["lifetime"])
+    if config.base is not None:
+        os.setgroups([])
+        os.setresgid(config.base, config.base, config.base)
+        os.setresuid(config.base, config.base, config.base)
+    os.chdir("/")
+    argv = ["bwrap", "--args", str(ARGS), "--", f"/proc/self/fd/{SELF}", *message["command"]]
+    os.execve(message["bwrap"], [os.fsencode(a) for a in argv], {})  # noqa: S606
 
 
 def identity(pid: int) -> bytes:
@@ -918,9 +960,9 @@ def marked(mark: bytes, known: set[tuple[int, bytes]]) -> set[tuple[int, bytes]]
 
 def send(sock: int, message: Message, fds: Fds = []) -> None:  # noqa: B006
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, os.dup(sock)) as out:
-        with contextlib.suppress(OSError):  # nobody waits for it any more
-            out.sendmsg([json.dumps(message).encode()], ancillary, socket.MSG_NOSIGNAL)
+    out = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, os.dup(sock))
+    with out, contextlib.suppress(OSError):  # nobody waits for it any more
+        out.sendmsg([json.dumps(message).encode()], ancillary, socket.MSG_NOSIGNAL)
 
 
 def failure(sock: int, error: BaseException) -> None:
@@ -958,6 +1000,7 @@ class Spawner:
         self.poller = select.epoll()
         self.births_r, self.births_w = os.pipe()
         self.creations: dict[int, Creation] = {}
+        self.spare: Spare | None = None
         self.firsts: dict[int, int] = {}  # pid of the one that enters -> key
         self.processes: dict[int, int] = {}  # pid of a command -> key
         self.replies: dict[int, int] = {}  # key -> reply socket
@@ -975,7 +1018,11 @@ class Spawner:
         for fd in (wake_r, self.births_r, control):
             self.poller.register(fd, select.EPOLLIN)
         while True:
-            for fd, _ in self.poller.poll():
+            waiting = self.spare is None and config.elf_fd >= 0 and not self.creations
+            events = self.poller.poll(_QUIET_SECONDS if waiting else -1)
+            if not events and waiting:
+                self.spare = Spare()
+            for fd, _ in events:
                 if fd == control:
                     request = receive(self.control)
                     if request is None:
@@ -1001,7 +1048,8 @@ class Spawner:
             if op == "configure":
                 send(fds[0], configure(message, fds))
             elif op == "create":
-                creation = Creation(message, fds)
+                creation = Creation(message, fds, self.spare)
+                self.spare = None
                 keep = fds
                 self.creations[creation.info_r] = creation
                 self.poller.register(creation.info_r, select.EPOLLIN)
