@@ -143,7 +143,7 @@ def test_hostile_paths_do_no_harm_to_the_emulator(create: Create) -> None:
         sandbox.files.write("pipe", "x")
     with pytest.raises(sdk.SandboxException):
         sandbox.files.read("loop")
-    assert {e.name for e in sandbox.files.list(".")} >= {"pipe", "endless", "loop", "closed"}
+    assert "closed" in [entry.name for entry in sandbox.files.list(".", depth=3)]
     assert sandbox.files.write("after", "still there").path == "/home/user/after"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -88,12 +89,10 @@ def test_the_proxy_wants_its_token_and_passes_other_hosts_on(tmp_path: Path) -> 
         login, _, address = proxy.removeprefix("http://").partition("@")
         host, _, port = address.partition(":")
         with socket.create_server(("127.0.0.1", 0)) as other:
-            target = "127.0.0.1:%d" % other.getsockname()[1]
+            target = f"127.0.0.1:{other.getsockname()[1]}"
             with socket.create_connection((host, int(port)), timeout=30) as refused:
                 refused.sendall(f"CONNECT {target} HTTP/1.1\r\n\r\n".encode())
                 assert b" 407 " in refused.recv(4096)
-            import base64
-
             with socket.create_connection((host, int(port)), timeout=30) as passed:
                 basic = base64.b64encode(login.encode()).decode()
                 passed.sendall(
