@@ -11,7 +11,7 @@ import struct
 import termios
 from collections.abc import AsyncIterator
 
-from lowtide.errors import SandboxFailedError, SandboxGone, SandboxUnavailableError
+from lowtide.errors import ResourceExhaustedError, SandboxFailedError, SandboxGone, SandboxUnavailableError
 from lowtide.providers.base import STDERR, STDOUT, TerminalSize
 from lowtide.providers.local.place import ProcessMark
 from lowtide.providers.local.spawner_client import Message, Reply, SpawnerClient

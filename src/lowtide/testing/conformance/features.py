@@ -9,7 +9,7 @@ import pytest
 
 from lowtide import Sandbox
 from lowtide.engine import engine
-from lowtide.errors import SandboxError, UnsupportedError
+from lowtide.errors import ResourceExhaustedError, SandboxError, UnsupportedError
 from lowtide.providers.base import Capability, Provider, SandboxState, Snapshots
 from lowtide.testing.conformance.base import (
     ANSWER_SECONDS,
@@ -164,7 +164,7 @@ class FeaturesConformance(Conformance):
         def room() -> bool:
             try:
                 return box.exec(["true"]).result(ANSWER_SECONDS).returncode == 0
-            except SandboxError:  # full: nothing can be started, and it says so
+            except ResourceExhaustedError:  # full: nothing can be started, and it says so
                 return False
 
         eventually(room, what="room for a command")
