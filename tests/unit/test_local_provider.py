@@ -439,7 +439,7 @@ async def test_ids_that_lead_elsewhere_are_not_found(provider: LocalProvider) ->
 
 
 async def test_an_image_that_is_missing_says_what_to_run(provider: LocalProvider) -> None:
-    with pytest.raises(ValidationError, match="lowtide image import ubuntu:24.04"):
+    with pytest.raises(ValidationError, match=r"lowtide image import ubuntu:24\.04"):
         await provider.create(spec(image="ubuntu:24.04"))
     with pytest.warns(UserWarning, match="stands in"):
         made = await provider.create(spec(image=f"python:{sys.version_info[0]}.{sys.version_info[1]}"))

@@ -17,7 +17,7 @@ from lowtide import errors
 from lowtide.providers.base import FileEntry, FileKind
 from lowtide.providers.local.spawner_client import Message, Reply, readable
 
-_CHUNK = 1 << 18
+_CHUNK = 1 << 20
 _PIPE_BYTES = 1 << 20
 
 _CLASSES: dict[int, type[errors.SandboxFileError]] = {

@@ -417,6 +417,7 @@ def mount_disk(disk: Message) -> None:
 
 
 def enter(pidfd: int, cgroups: list[str], flags: int) -> None:
+    sys.meta_path.clear()  # no module can be loaded any more: it would come from the sandbox
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     for procs in cgroups:
         put(procs, b"0")
@@ -518,7 +519,7 @@ def run_command(message: Message, fds: Fds) -> None:
             and not error.filename2
         ):
             trouble = 127 if trouble != -1 else trouble
-        if trouble == -1:
+        if trouble == -1 or (isinstance(error, OSError) and error.errno == errno.EAGAIN):
             failure(fds[0], error)
             trouble = 126
         complain(2, error)
@@ -538,6 +539,8 @@ def execute(argv: list[str], environment: dict[bytes, bytes]) -> None:
         try:
             run_file(candidate, arguments, environment)
         except OSError as error:
+            if error.errno == errno.EAGAIN:
+                raise  # the process limit, and no fault of the program
             if error.errno not in (errno.ENOENT, errno.ENOTDIR):
                 refused = refused or error
     if refused is not None:
