@@ -30,8 +30,13 @@ _WINDOW = 256 * 1024  # of standard input on its way to one command
 _PIECE = 64 * 1024
 _REPAY = 256 * 1024  # of output read before the other side hears of it
 _MOST = 4 * 1024 * 1024 - 64
+_COMMANDS = 1000  # at once; inside.c has room for a few more
 
 Explain = Callable[[LowtideError], Coroutine[Any, Any, LowtideError]]
+
+
+class ChannelFull(ResourceExhaustedError):
+    """As many commands at once as it can carry; the engine's own way is still open."""
 
 
 class Channel:
@@ -62,6 +67,10 @@ class Channel:
         self._stream.close()
 
     async def start(self, spec: ProcessSpec) -> ChannelProcess:
+        if len(self._processes) >= _COMMANDS:
+            raise ChannelFull(
+                f"{_COMMANDS} commands run at once", provider="docker", sandbox_id=self.sandbox_id
+            )
         self._next += 1
         process = ChannelProcess(self, self._next, stdin=spec.stdin)
         words = [spec.cwd or "", *spec.argv, *(f"{key}={value}" for key, value in spec.environment.items())]

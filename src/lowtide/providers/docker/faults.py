@@ -116,7 +116,7 @@ def from_engine(endpoint: Endpoint, error: Any, sandbox_id: str | None) -> Lowti
         return AuthenticationError(f"the engine or the registry refused: {words}", **context)
     if status == 404 and "image" in low and "container" not in low:
         return SandboxFailedError(f"the image is not there: {words}", reason="image-missing", **context)
-    if status == 404:
+    if status == 404 or "no such container" in low:
         return SandboxNotFoundError(f"no such sandbox: {words}", **context)
     if status == 429 or "toomanyrequests" in low:
         return RateLimitError(f"asked to slow down: {words}", **context)

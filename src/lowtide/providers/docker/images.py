@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lowtide.errors import AuthenticationError, LowtideError, SandboxError, SandboxFailedError
+from lowtide.errors import (
+    AuthenticationError,
+    LowtideError,
+    SandboxError,
+    SandboxFailedError,
+    SandboxUnavailableError,
+)
 from lowtide.providers.base import LABEL_PREFIX
 from lowtide.providers.docker.client import EngineClient
 
@@ -70,9 +76,9 @@ async def pull(
             f"{registry} refused to give {reference}: log in with `docker login {registry}` ({error})",
             provider="docker",
         ) from error
+    except SandboxUnavailableError:
+        raise  # the engine itself does not answer
     except LowtideError as error:
-        if error.retryable:
-            raise
         raise _not_pulled(reference, str(error)) from error
 
 

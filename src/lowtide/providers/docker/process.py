@@ -20,6 +20,7 @@ from lowtide.errors import (
     SandboxGone,
     SandboxNotFoundError,
     SandboxUnavailableError,
+    ValidationError,
 )
 from lowtide.providers.base import STDERR, STDOUT, ProcessSpec, TerminalSize
 from lowtide.providers.docker import inside
@@ -175,6 +176,16 @@ class ExecProcess:
         codes = [end.code for end in self._ends.values() if end.code is not None]
         if codes:
             self._finish(codes[0])
+        elif b"unable to find user" in self._complaint or b"no users found" in self._complaint:
+            self._output.forget()
+            self._finish(
+                ValidationError(
+                    f"the image knows no user {self._spec.user}",
+                    argument="user",
+                    provider="docker",
+                    sandbox_id=self._sandbox_id,
+                )
+            )
         elif b"OCI runtime exec failed" in self._complaint or b"runc exec failed" in self._complaint:
             words = self._complaint.decode("utf-8", "replace").strip()
             self._output.forget()

@@ -35,7 +35,7 @@ from lowtide.providers.base import (
     Url,
 )
 from lowtide.providers.docker import container, files, images, inside
-from lowtide.providers.docker.channel import Channel, ChannelProcess
+from lowtide.providers.docker.channel import Channel, ChannelFull, ChannelProcess
 from lowtide.providers.docker.client import EngineClient, RawStream
 from lowtide.providers.docker.endpoint import KEEP, Endpoint, fingerprint, resolve
 from lowtide.providers.docker.forward import Forward
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from lowtide.providers.docker.images import PullProgress
 
 DEFAULT_IMAGE = "python:3.11"
+_HOW = {str(inside.EXPIRED): "expired", "137": "deleted"}
+"""What the exit code of PID 1 says about the end of a sandbox; nothing inside can kill it."""
 
 
 class DockerProvider:
@@ -168,29 +170,24 @@ class DockerProvider:
             elif options.pull is PullPolicy.ALWAYS:
                 await self.pull(image)
             for attempt in range(3):
+                made = False
                 try:
                     await client.docker.containers.create(body, name=spec.lease_id)
+                    made = True
                     await self._start(client, spec)
                     break
                 except aiodocker.DockerError as error:
-                    if _no_such_image(error):
+                    if made:  # never remove what this call has not made: the name may be somebody else's
+                        await self._discard(client, spec.lease_id)
+                    if _no_such_image(error) and attempt == 0:
                         await self._get_image(spec, image, options)
-                    elif error.status == 409 and attempt == 0:
+                    elif _name_taken(error) and attempt < 2:
                         if await self._is_this(client, spec):
                             break
                     elif inside.PROGRAM in error.message and attempt < 2:
-                        await self._discard(client, spec.lease_id)
                         await self._fill_volume(client, spec, image, volume)
                     else:
-                        await self._discard(client, spec.lease_id)
                         raise _not_started(error, spec) from error
-            else:
-                raise SandboxFailedError(
-                    f"{image} could not be started",
-                    reason="start",
-                    provider="docker",
-                    sandbox_id=spec.lease_id,
-                )
         info = self._ours[spec.lease_id] = container.created_now(spec)
         return info
 
@@ -330,11 +327,17 @@ class DockerProvider:
     async def list(self, labels: Mapping[str, str]) -> AsyncIterator[SandboxInfo]:
         client = await self.client()
         wanted = [f"{key}={value}" for key, value in labels.items()] or ["lowtide-lease"]
-        with client.translated():
-            async with client.stream(
-                "GET", "containers/json", params={"all": "1", "filters": json.dumps({"label": wanted})}
-            ) as answer:
-                found = await answer.json()
+        query = {"all": "1", "filters": json.dumps({"label": wanted})}
+        for attempt in range(10):
+            try:
+                with client.translated():
+                    async with client.stream("GET", "containers/json", params=query) as answer:
+                        found = await answer.json()
+                break
+            except SandboxNotFoundError:  # Podman's whole answer fails when one goes away meanwhile
+                if attempt == 9:
+                    raise
+                await asyncio.sleep(0.05)
         for one in found:
             info = container.from_list(one)
             if info is not None:
@@ -405,7 +408,8 @@ class DockerProvider:
 
     async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> ChannelProcess | ExecProcess:
         if spec.tty is None and spec.user is None:
-            return await self._start_over_channel(sandbox_id, spec)
+            with suppress(ChannelFull):
+                return await self._start_over_channel(sandbox_id, spec)
         client = await self.client()
         process = ExecProcess(self, client, _checked_id(sandbox_id), spec)
         try:
@@ -449,7 +453,7 @@ class DockerProvider:
         return await asyncio.shield(opening)
 
     async def _open_channel(self, client: EngineClient, sandbox_id: str) -> Channel:
-        channel = Channel(client, _checked_id(sandbox_id), lambda error: self.explained(sandbox_id, error))
+        channel = Channel(client, _checked_id(sandbox_id), lambda error: self._lost(sandbox_id, error))
         try:
             with client.translated(sandbox_id):
                 await channel.open()
@@ -505,6 +509,20 @@ class DockerProvider:
             return self._paused(sandbox_id)
         return error
 
+    async def _lost(self, sandbox_id: str, error: LowtideError) -> LowtideError:
+        """The connection broke. It does so a moment before the engine knows that a container has ended."""
+        for pause in (0.02, 0.05, 0.1, 0.2, 0.4, 0.0):
+            try:
+                info = await self.get(sandbox_id)
+            except SandboxNotFoundError:
+                return self._gone(sandbox_id, await self._why_gone(sandbox_id))
+            except LowtideError as worse:
+                return worse
+            if info.state.terminal:
+                return self._gone(sandbox_id, info.reason or await self._why_gone(sandbox_id))
+            await asyncio.sleep(pause)
+        return error
+
     async def ended_with(self, sandbox_id: str, code: int) -> int | LowtideError:
         """A command's exit code as the engine has it, unless it was the whole container that ended."""
         try:
@@ -552,7 +570,7 @@ class DockerProvider:
                             if word == "kill":
                                 return "deleted"
                             if word == "die":
-                                reason = "expired" if code == str(inside.EXPIRED) else "exited"
+                                reason = _HOW.get(str(code), "exited")
         return reason
 
     # -- files
@@ -686,6 +704,10 @@ def _no_such_image(error: Any) -> bool:
     return error.status == 404 and (
         "no such image" in words or "image not known" in words or "failed to find image" in words
     )
+
+
+def _name_taken(error: Any) -> bool:
+    return error.status == 409 or "already in use" in error.message  # Podman answers 500
 
 
 def _not_started(error: Any, spec: SandboxSpec) -> LowtideError:

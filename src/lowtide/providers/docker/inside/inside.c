@@ -713,7 +713,7 @@ static void pass_on(int port)
 enum { START = 1, INPUT, INPUT_END, SIGNAL, END, CREDIT };                       /* to us */
 enum { STDOUT = 1, STDERR, EXITED, STARTED, INPUT_BROKEN, INPUT_TAKEN, REFUSED }; /* from us */
 
-#define COMMANDS 256
+#define COMMANDS 1024
 #define WINDOW (256 * 1024) /* how much standard input may wait here for one command */
 #define FRAME (4 * 1024 * 1024)
 #define PIECE 65536
