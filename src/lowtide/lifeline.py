@@ -151,6 +151,8 @@ class Lifeline:
                 break
             # It was ended in the instant before its lease was written down: see the create through.
             await asyncio.wait({starting})
+        if starting is not None and not starting.cancelled():
+            starting.exception()  # seen: that it was ended while it was being created is our own doing
         self._remember(report)
         return report
 
