@@ -127,7 +127,8 @@ def _provider(name: str, *, tried: bool) -> Iterator[Finding]:
     except AttributeError as error:
         yield Finding(about=name, name="installed", ok=False, why=str(error), vital=tried)
         return
-    yield Finding(about=name, name="installed", ok=True, why=registry.known()[name].summary)
+    hint = "" if tried else f" (`lowtide doctor --provider {name}` tries it)"
+    yield Finding(about=name, name="installed", ok=True, why=registry.known()[name].summary + hint)
     yield from _own_checks(name)
     if not tried:
         return
