@@ -183,6 +183,23 @@ async def test_host_programs_cannot_be_reached_for_writing(provider: LocalProvid
     await trap.terminate(0)
 
 
+async def test_no_open_file_of_this_process_gets_in(tmp_path: Path) -> None:
+    secret = os.open(tmp_path, os.O_RDONLY)
+    os.set_inheritable(secret, True)
+    provider = LocalProvider.connect({"LOWTIDE_HOME": str(tmp_path / "home")})
+    made = await provider.create(spec())
+    try:
+        for process in ("self", "2"):
+            _, out, _ = await run(provider, made.sandbox_id, "ls", "-l", f"/proc/{process}/fd")
+            assert str(tmp_path) not in out
+            numbers = {int(line.split()[-3]) for line in out.splitlines() if "->" in line}
+            assert numbers <= ({0, 1, 2, 3} if process == "self" else {0, 1, 2})
+    finally:
+        os.close(secret)
+        await provider.destroy(made.sandbox_id)
+        await provider.aclose()
+
+
 @root_only
 async def test_root_gives_nothing_of_its_own_id(provider: LocalProvider, sandbox: str) -> None:
     await shell(provider, sandbox, "cp /bin/sh /root/sh; chmod 6755 /root/sh")

@@ -30,6 +30,7 @@ static inline long sys(long n, long a, long b, long c, long d) {
 }
 __asm__(".globl _start\n_start: mov x0,sp\n bl begin\n");
 #endif
+#define BLOCK 4
 #define READY 6
 #define SELF 7
 /* argv: NAME idle NPROC | NAME run NPROC PATH COMMAND... ('R' on READY, close-on-exec, 'E' after a failed exec)
@@ -48,6 +49,7 @@ __attribute__((noreturn, used)) void begin(long *stack) {
   char mark = 'R';
   sys(NR_write, READY, (long)&mark, 1, 0);
   sys(NR_close, SELF, 0, 0, 0);
+  sys(NR_close, BLOCK, 0, 0, 0); /* bwrap leaves it open */
   sys(NR_dup3, 1, 2, 0, 0);
   if (argv[1][0] == 'i') {
     sys(NR_close, READY, 0, 0, 0);

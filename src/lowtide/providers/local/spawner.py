@@ -1136,6 +1136,9 @@ class Spawner:
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
+    # What the embedding program left inheritable is not for sandboxes.
+    os.closerange(3, control.fileno())
+    libc.syscall(SYS_CLOSE_RANGE, control.fileno() + 1, 0x7FFFFFFF, 0)
     os.set_inheritable(control.fileno(), False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
