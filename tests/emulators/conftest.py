@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lowtide.emulators.handle import Handle
-from lowtide.testing.emulator import emulator
+from lowtide.testing import emulator
 
 pytest.importorskip("aiohttp")
 pytest.importorskip("cryptography")

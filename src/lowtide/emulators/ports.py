@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Mapping
 
 import aiohttp
 import yarl
 from aiohttp import web
 from multidict import CIMultiDict
+
+from lowtide.emulators.web import drop as drop_connection
 
 _HOP_BY_HOP = frozenset(
     [
@@ -81,9 +82,13 @@ class PortProxy:
                 if name.lower() not in _HOP_BY_HOP:
                     response.headers.add(name, value)
             await response.prepare(request)
-            with contextlib.suppress(aiohttp.ClientError, ConnectionError):
+            try:
                 async for piece in answer.content.iter_any():
                     await response.write(piece)
+            except aiohttp.ClientError:
+                # Cut off in there is cut off out here: a clean end would look like a whole answer.
+                drop_connection(request)
+                raise asyncio.CancelledError from None
             await response.write_eof()
             return response
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
+import socket
+import struct
 from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
@@ -70,6 +73,15 @@ def _is_local(netloc: str) -> bool:
 
 
 def drop(request: web.Request) -> None:
-    """Cut the connection without an answer, as a crashed server or a lost network does."""
-    if request.transport is not None:
-        request.transport.abort()
+    """Reset the connection without an answer, as a crashed server or a lost network does.
+
+    A reset, not a close: clients tell the two apart, and only a reset cannot be taken for an end.
+    """
+    transport = request.transport
+    if transport is None:
+        return
+    sock = transport.get_extra_info("socket")
+    if sock is not None:
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    transport.abort()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         TreesConformance,
         ValidationConformance,
     )
+    from lowtide.testing.emulating import emulator
     from lowtide.testing.faulty import FaultyProvider, FaultyService
     from lowtide.testing.leaks import Leak, Watch
 
@@ -45,6 +46,7 @@ _MODULES = {
     "TreesConformance": "lowtide.testing.conformance",
     "ValidationConformance": "lowtide.testing.conformance",
     "Watch": "lowtide.testing.leaks",
+    "emulator": "lowtide.testing.emulating",
 }
 
 __all__ = [
@@ -65,6 +67,7 @@ __all__ = [
     "TreesConformance",
     "ValidationConformance",
     "Watch",
+    "emulator",
 ]
 
 

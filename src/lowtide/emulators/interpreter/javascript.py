@@ -26,6 +26,7 @@ const imports = (code) => code
   .replace(/^[ \t]*import\s+(['"][^'"]+['"])/gm, 'await import($1)');
 const typed = (code) => {
   const places = [process.cwd(), '/usr/lib/node_modules', '/usr/local/lib/node_modules', '/usr/share/nodejs'];
+  places.push(process.env.NODE_PATH);
   const compiler = require(require.resolve('typescript', { paths: places }));
   const options = { target: 'ES2022', module: 'ESNext' };
   return compiler.transpileModule(code, { compilerOptions: options }).outputText;
@@ -81,12 +82,15 @@ class JavaScript(Kernel):
         events, inner = os.pipe()
         # The child's fd 3 is where it tells what happened, apart from what the code prints.
         script = f'exec 3>&{inner}; exec node --no-warnings -e "$0"'
+        # TypeScript's compiler is found where `npm install -g --prefix VENV typescript` puts it.
+        modules = os.path.join(sys.prefix, "lib", "node_modules")
         self.node = subprocess.Popen(
             ["/bin/bash", "-c", script, NODE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             pass_fds=(inner,),
+            env={"NODE_PATH": modules, **os.environ},
         )
         os.close(inner)
         self.told = events
