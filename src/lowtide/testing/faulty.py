@@ -380,7 +380,10 @@ class _Process:
         if self._process.stdin is None or self._process.returncode is not None:
             raise BrokenPipeError
         self._process.stdin.write(data)
-        await self._process.stdin.drain()
+        try:
+            await self._process.stdin.drain()
+        except ConnectionResetError as error:
+            raise BrokenPipeError from error
 
     async def close_stdin(self) -> None:
         if self._process.stdin is not None:
