@@ -1,0 +1,109 @@
+"""The pytest plugin as somebody else's test run sees it: fixtures, keep on failure, the leak check."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LEAKS = """
+from lowtide import Sandbox
+held = []
+def test_forgets_one():
+    held.append(Sandbox.run(provider="local"))
+    assert held[0].exec(["echo", "hi"]).result(60).stdout == "hi\\n"
+def test_is_tidy():
+    with Sandbox.run(provider="local") as box:
+        box.exec(["true"]).result(60)
+"""
+
+
+@pytest.fixture
+def run_pytest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    """Runs pytest in a fresh interpreter and directory, with a state directory of its own."""
+    monkeypatch.setenv("LOWTIDE_HOME", str(tmp_path / "home"))
+
+    def run(code: str, *arguments: str, ini: str = "") -> subprocess.CompletedProcess[str]:
+        place = tmp_path / "project"
+        place.mkdir(exist_ok=True)
+        (place / "pytest.ini").write_text(f"[pytest]\n{ini}\n")
+        (place / "test_it.py").write_text(code)
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+        return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=200, check=False)
+
+    return run
+
+
+@pytest.mark.parametrize("arguments", [(), ("-n", "2")], ids=["one process", "xdist"])
+def test_a_sandbox_left_at_the_end_fails_the_run_and_names_the_test(run_pytest, arguments) -> None:  # type: ignore[no-untyped-def]
+    done = run_pytest(LEAKS, *arguments)
+    assert done.returncode == 1, done.stdout
+    assert "2 passed" in done.stdout
+    assert "sandboxes left by this run" in done.stdout
+    assert "made during test_it.py::test_forgets_one" in done.stdout
+
+
+def test_leaks_can_be_a_warning_or_nothing(run_pytest) -> None:  # type: ignore[no-untyped-def]
+    warned = run_pytest(LEAKS, ini="lowtide_leaks = warn")
+    assert warned.returncode == 0
+    assert "sandboxes left by this run" in warned.stdout
+    silent = run_pytest(LEAKS, ini="lowtide_leaks = off")
+    assert silent.returncode == 0
+    assert "sandboxes left by this run" not in silent.stdout
+
+
+def test_the_fixtures_give_sandboxes_that_end_with_the_test(run_pytest) -> None:  # type: ignore[no-untyped-def]
+    done = run_pytest(
+        """
+import pytest
+from lowtide import Sandbox
+seen = []
+@pytest.mark.sandbox(environment_variables={"WORD": "marked"}, tags=["fixture"])
+def test_sandbox(sandbox):
+    assert sandbox.exec(["sh", "-c", "echo $WORD"]).result(60).stdout == "marked\\n"
+    seen.append(sandbox.sandbox_id)
+def test_session(lowtide_session):
+    one, two = lowtide_session.sandbox(), lowtide_session.sandbox()
+    assert one.wait(60).sandbox_id != two.wait(60).sandbox_id
+def test_gone():
+    assert not [box for box in Sandbox.list(provider="local").result(60)]
+""",
+        "--lowtide-provider",
+        "local",
+    )
+    assert done.returncode == 0, done.stdout
+    assert "3 passed" in done.stdout
+
+
+def test_a_failed_tests_sandbox_is_kept_when_asked(run_pytest) -> None:  # type: ignore[no-untyped-def]
+    code = """
+import pytest
+from lowtide import Sandbox
+@pytest.mark.sandbox(keep="on-failure", keep_for_seconds=60, tags=["failing"])
+def test_fails(sandbox):
+    sandbox.exec(["true"]).result(60)
+    assert False
+@pytest.mark.sandbox(keep="on-failure", keep_for_seconds=60, tags=["passing"])
+def test_passes(sandbox):
+    sandbox.exec(["true"]).result(60)
+def test_what_is_left():
+    left = Sandbox.list(provider="local").result(60)
+    assert [box.tags for box in left] == [("failing",)]
+    Sandbox.delete(left[0].sandbox_id).result(60)
+"""
+    done = run_pytest(code, "--lowtide-provider", "local")
+    assert "1 failed, 2 passed" in done.stdout, done.stdout
+
+
+def test_a_run_without_sandboxes_loads_nothing_of_lowtide_but_the_plugin(run_pytest) -> None:  # type: ignore[no-untyped-def]
+    done = run_pytest(
+        """
+import sys
+def test_modules():
+    loaded = {name for name in sys.modules if name.split(".")[0] == "lowtide"}
+    assert loaded <= {"lowtide", "lowtide._version", "lowtide.testing", "lowtide.testing.plugin"}, loaded
+"""
+    )
+    assert done.returncode == 0, done.stdout
