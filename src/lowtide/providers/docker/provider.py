@@ -558,7 +558,7 @@ class DockerProvider:
         }
         reason = "deleted"
         with suppress(LowtideError, ValueError, TimeoutError):
-            async with asyncio.timeout(3):
+            async with asyncio.timeout(10):
                 with client.translated(sandbox_id):
                     async with client.stream("GET", "events", params=options) as answer:
                         async for line in answer.content:
@@ -571,6 +571,8 @@ class DockerProvider:
                                 return "deleted"
                             if word == "die":
                                 reason = _HOW.get(str(code), "exited")
+                            if word in ("destroy", "remove"):
+                                return reason
         return reason
 
     # -- files
