@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -66,8 +67,10 @@ class Cli:
 
 
 @pytest.fixture
-def cli(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
+def cli() -> Iterator[Cli]:
     """A command line whose ledger nobody else uses; every sandbox left in it fails the test."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # the suite runs in the background of a script
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     home = Path(os.environ["LOWTIDE_HOME"]) / f"cli-{os.urandom(4).hex()}"
     home.mkdir(mode=0o700)
     command = Cli(home)

@@ -160,7 +160,11 @@ def _signals_inside(handle: ProcessHandle, *, tty: bool) -> Iterator[None]:
     def resize(number: int, frame: FrameType | None) -> None:
         engine().submit(handle.resize(terminal_size()))
 
-    before = {signal.SIGINT: signal.signal(signal.SIGINT, interrupt)}
+    before = {}
+    if (
+        signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+    ):  # a job in the background is not to be interrupted
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
     if tty:
         before[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, resize)
     try:
