@@ -89,6 +89,7 @@ def arguments(
     hostname: str,
     working_dir: str,
     network: bool,
+    hidden: Sequence[str] = (),
     translate: Callable[[str], str],
 ) -> list[str]:
     """Everything but the command. Goes to bwrap through a descriptor: values never show in a process list."""
@@ -115,7 +116,10 @@ def arguments(
         "--remount-ro",
         "/dev",
     ]
-    args += ["--proc", "/proc", "--clearenv"]
+    args += ["--proc", "/proc"]
+    for path in hidden:
+        args += ["--ro-bind", os.devnull, path]
+    args.append("--clearenv")
     for key, value in environment.items():
         args += ["--setenv", key, value]
     args += ["--dir", working_dir, "--chdir", working_dir, "--argv0", "lowtide"]

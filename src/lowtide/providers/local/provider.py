@@ -325,6 +325,8 @@ class LocalProvider:
                 hostname=place.sandbox_id[-12:].strip("-._") or "sandbox",
                 working_dir=spec.working_dir or foundation.working_dir,
                 network=network,
+                # The kernel shows key names by user id, and an ordinary user's sandbox has the user's.
+                hidden=("/proc/keys", "/proc/key-users") if self._owner is None else (),
                 translate=client.translate,
             ),
             "command": command,
