@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from lowtide.errors import MissingDependencyError
+from lowtide.errors import MissingDependencyError, SandboxNotFoundError
 from lowtide.providers.docker.endpoint import Endpoint
 from lowtide.providers.docker.faults import translated
 
@@ -56,6 +56,7 @@ class EngineClient:
             url=url, connector=connector, session=self._session, timeout=timeout, api_version=API_VERSION
         )
         self.docker.docker_host = url
+        self._architecture: str | None = None
         self._base = ("http://localhost" if endpoint.local else url) + f"/{API_VERSION}/"
 
     async def aclose(self) -> None:
@@ -67,6 +68,12 @@ class EngineClient:
 
     def container(self, sandbox_id: str) -> Any:
         return self.docker.containers.container(sandbox_id)
+
+    async def architecture(self) -> str:
+        """Of the engine's machine, as the engine calls it."""
+        if self._architecture is None:
+            self._architecture = str((await self.docker.version()).get("Arch", "unknown"))
+        return self._architecture
 
     @asynccontextmanager
     async def stream(self, method: str, path: str, **options: Any) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -92,6 +99,15 @@ class EngineClient:
             + data
         )
         await connection.upgraded
+
+
+def checked_id(sandbox_id: str) -> str:
+    """It goes into a path of the engine's API."""
+    if not sandbox_id or not all(c.isalnum() or c in "_.-" for c in sandbox_id) or not sandbox_id.isascii():
+        raise SandboxNotFoundError(
+            f"not a sandbox id: {sandbox_id!r}", provider="docker", sandbox_id=sandbox_id
+        )
+    return sandbox_id
 
 
 def _message(body: bytes) -> str:

@@ -101,10 +101,18 @@ def _from_context(environ: Mapping[str, str]) -> str | None:
     return str(host) if host else None
 
 
-def fingerprint(endpoint: Endpoint, machine: str) -> str:
+def fingerprint(endpoint: Endpoint) -> str:
     """Endpoint and engine id, so that another engine behind the same socket is another account."""
-    place = f"{machine}|{endpoint.url}" if endpoint.local else endpoint.url
+    place = f"{_machine()}|{endpoint.url}" if endpoint.local else endpoint.url
     return hashlib.sha256(f"{place}|{_engine_id(endpoint)}".encode()).hexdigest()[:16]
+
+
+def _machine() -> str:
+    """The same socket path on two machines is two engines."""
+    try:
+        return Path("/etc/machine-id").read_text().strip() or socket.gethostname()
+    except OSError:
+        return socket.gethostname()
 
 
 class _UnixConnection(http.client.HTTPConnection):

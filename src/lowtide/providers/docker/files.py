@@ -17,14 +17,11 @@ from typing import TYPE_CHECKING
 from lowtide.errors import SandboxFileError, SandboxUnavailableError, ValidationError
 from lowtide.providers.base import FileEntry, FileKind
 from lowtide.providers.docker import inside
-from lowtide.providers.docker.channel import ChannelProcess
-from lowtide.providers.docker.client import RawStream
+from lowtide.providers.docker.answer import Answer
 from lowtide.providers.docker.faults import file_error
 
 if TYPE_CHECKING:
     from lowtide.providers.docker.provider import DockerProvider
-
-Stream = RawStream | ChannelProcess
 
 _LENGTH = struct.Struct("<L")
 _CHUNK = 256 * 1024  # what inside.c takes at most
@@ -45,57 +42,8 @@ def checked(path: str) -> str:
     return path
 
 
-class Answer:
-    """What a file call inside says: a line, then bytes."""
-
-    def __init__(self, stream: Stream, path: str, sandbox_id: str) -> None:
-        self._stream, self._path, self._sandbox_id = stream, path, sandbox_id
-        self._rest = b""
-        self._noise = b""
-
-    async def piece(self) -> bytes:
-        """The next bytes of standard output; b"" at the end."""
-        if self._rest:
-            data, self._rest = self._rest, b""
-            return data
-        while (chunk := await self._stream.next()) is not None:
-            if chunk[0] == 1:
-                return chunk[1]
-            self._noise += chunk[1][:400]
-        return b""
-
-    async def line(self) -> list[str]:
-        data = b""
-        while b"\n" not in data:
-            more = await self.piece()
-            if not more or len(data) > 400:
-                raise self.cut_short(data)
-            data += more
-        line, _, self._rest = data.partition(b"\n")
-        words = line.decode("utf-8", "replace").split()
-        if not words or words[0] not in ("ok", "done", "error"):
-            raise self.cut_short(data)
-        return words
-
-    async def expect(self, word: str) -> list[str]:
-        words = await self.line()
-        if words[0] == "error":
-            raise file_error(int(words[1]), self._path, self._sandbox_id)
-        if words[0] != word:
-            raise self.cut_short(" ".join(words).encode())
-        return words
-
-    def cut_short(self, said: bytes = b"") -> SandboxUnavailableError:
-        words = (said + self._noise)[:400].decode("utf-8", "replace").strip()
-        return SandboxUnavailableError(
-            f"{self._path}: the file call was cut short{': ' + words if words else ''}",
-            provider="docker",
-            sandbox_id=self._sandbox_id,
-        )
-
-
 async def read_file(provider: DockerProvider, sandbox_id: str, path: str) -> AsyncIterator[bytes]:
-    async with provider.inside_stream(sandbox_id, ["read", checked(path)]) as stream:
+    async with provider.channels.call(sandbox_id, ["read", checked(path)]) as stream:
         answer = Answer(stream, path, sandbox_id)
         await answer.expect("ok")
         data = b""
@@ -131,7 +79,7 @@ async def write_file(
     mode: int | None,
 ) -> int:
     command = ["write", checked(path), "-" if mode is None else str(mode & 0o7777)]
-    async with provider.inside_stream(sandbox_id, command, stdin=True) as stream:
+    async with provider.channels.call(sandbox_id, command, stdin=True) as stream:
         answer = Answer(stream, path, sandbox_id)
         await answer.expect("ok")
         sent = 0
@@ -159,7 +107,7 @@ async def write_file(
 
 
 async def stat(provider: DockerProvider, sandbox_id: str, path: str) -> FileEntry:
-    async with provider.inside_stream(sandbox_id, ["stat", checked(path)]) as stream:
+    async with provider.channels.call(sandbox_id, ["stat", checked(path)]) as stream:
         answer = Answer(stream, path, sandbox_id)
         await answer.expect("ok")
         data = b""
@@ -174,7 +122,7 @@ async def stat(provider: DockerProvider, sandbox_id: str, path: str) -> FileEntr
 
 
 async def list_dir(provider: DockerProvider, sandbox_id: str, path: str) -> Sequence[FileEntry]:
-    async with provider.inside_stream(sandbox_id, ["list", checked(path)]) as stream:
+    async with provider.channels.call(sandbox_id, ["list", checked(path)]) as stream:
         answer = Answer(stream, path, sandbox_id)
         await answer.expect("ok")
         pieces = []
@@ -212,7 +160,7 @@ def _entry(facts: bytes, name: str, path: str, target: bytes) -> FileEntry:
 
 async def simple(provider: DockerProvider, sandbox_id: str, path: str, *command: str) -> None:
     """mkdir and remove: one line is the answer."""
-    async with provider.inside_stream(sandbox_id, list(command)) as stream:
+    async with provider.channels.call(sandbox_id, list(command)) as stream:
         await Answer(stream, path, sandbox_id).expect("ok")
 
 

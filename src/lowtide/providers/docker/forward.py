@@ -38,7 +38,7 @@ class Forward:
         assert task is not None
         self._connections.add(task)
         try:
-            async with self._provider.inside_stream(
+            async with self._provider.channels.call(
                 self._sandbox_id, ["connect", str(self._port)], stdin=True
             ) as stream:
                 await _relay(reader, writer, stream)

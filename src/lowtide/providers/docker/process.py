@@ -23,7 +23,7 @@ from lowtide.errors import (
     ValidationError,
 )
 from lowtide.providers.base import STDERR, STDOUT, ProcessSpec, TerminalSize
-from lowtide.providers.docker import inside
+from lowtide.providers.docker import endings, inside
 from lowtide.providers.docker.client import HIGH_WATER, EngineClient, RawStream
 from lowtide.providers.docker.output import Output
 
@@ -112,7 +112,7 @@ class ExecProcess:
             if self._output.ended:
                 return
             try:
-                found = await self._provider.inside(
+                found = await self._provider.channels.ask(
                     self._sandbox_id, words[0], self._token, *words[1:], user="0"
                 )
             except (SandboxGone, SandboxNotFoundError):
@@ -170,7 +170,7 @@ class ExecProcess:
                         sandbox_id=self._sandbox_id,
                     )
         except LowtideError as error:
-            self._finish(await self._provider.explained(self._sandbox_id, error))
+            self._finish(await endings.explained(self._provider, self._sandbox_id, error))
             return
         code = int(answer["ExitCode"])
         codes = [end.code for end in self._ends.values() if end.code is not None]
@@ -198,7 +198,7 @@ class ExecProcess:
             )
         else:
             # 137 without our mark may be the whole container going away under the command.
-            self._finish(await self._provider.ended_with(self._sandbox_id, code))
+            self._finish(await endings.ended_with(self._provider, self._sandbox_id, code))
 
 
 class _EndMark:

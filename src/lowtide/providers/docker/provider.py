@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,9 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from lowtide.errors import (
     LowtideError,
     RequestTimeoutError,
-    SandboxError,
-    SandboxFailedError,
-    SandboxGone,
     SandboxNotFoundError,
     SandboxUnavailableError,
     ValidationError,
@@ -34,20 +31,20 @@ from lowtide.providers.base import (
     Traits,
     Url,
 )
-from lowtide.providers.docker import container, files, images, inside
-from lowtide.providers.docker.channel import Channel, ChannelFull, ChannelProcess
-from lowtide.providers.docker.client import EngineClient, RawStream
+from lowtide.providers.docker import container, endings, files, images, inside
+from lowtide.providers.docker.channel import ChannelFull, ChannelProcess
+from lowtide.providers.docker.channels import Channels
+from lowtide.providers.docker.client import EngineClient, RawStream, checked_id
+from lowtide.providers.docker.creation import Creation
 from lowtide.providers.docker.endpoint import KEEP, Endpoint, fingerprint, resolve
 from lowtide.providers.docker.forward import Forward
-from lowtide.providers.docker.options import DockerOptions, PullPolicy
+from lowtide.providers.docker.options import DockerOptions
 from lowtide.providers.docker.process import ExecProcess
 
 if TYPE_CHECKING:
     from lowtide.providers.docker.images import PullProgress
 
 DEFAULT_IMAGE = "python:3.11"
-_HOW = {str(inside.EXPIRED): "expired", "137": "deleted"}
-"""What the exit code of PID 1 says about the end of a sandbox; nothing inside can kill it."""
 
 
 class DockerProvider:
@@ -85,16 +82,13 @@ class DockerProvider:
         self._environ["DOCKER_HOST"] = endpoint.url
         self._account: str | None = None
         self._client: EngineClient | None = None
-        self._architecture: str | None = None
         self._pulls: dict[str, asyncio.Task[None]] = {}
         self._ours: dict[str, SandboxInfo] = {}
         """Sandboxes this process made: known to be ours without asking."""
         self._watched: dict[str, asyncio.Task[None]] = {}
         self._ended: dict[str, SandboxInfo] = {}
         """How main processes of the caller's choice ended; the engine has removed them by then."""
-        self._channels: dict[str, asyncio.Task[Channel]] = {}
-        self._asleep: set[str] = set()
-        """Sandboxes this process has paused."""
+        self.channels = Channels(self)
         self._forwards: dict[tuple[str, int], Forward] = {}
         self.on_pull: Callable[[PullProgress], None] | None = None
         """Told about each step of a pull."""
@@ -117,9 +111,7 @@ class DockerProvider:
     @property
     def account(self) -> str:
         if self._account is None:
-            from lowtide.lifecycle.lease import this_host
-
-            self._account = fingerprint(self.endpoint, this_host())
+            self._account = fingerprint(self.endpoint)
         return self._account
 
     def credentials(self) -> dict[str, str]:
@@ -130,7 +122,7 @@ class DockerProvider:
         client = self._client
         if client is None or client.loop is not asyncio.get_running_loop():
             client = self._client = EngineClient(self.endpoint)
-            self._pulls, self._forwards, self._watched, self._channels = {}, {}, {}, {}
+            self._pulls, self._forwards, self._watched, self.channels = {}, {}, {}, Channels(self)
         return client
 
     async def aclose(self) -> None:
@@ -138,11 +130,7 @@ class DockerProvider:
             forward.close()
         for task in (*self._watched.values(), *self._pulls.values()):
             task.cancel()
-        for opening in self._channels.values():
-            if opening.done() and not opening.cancelled() and opening.exception() is None:
-                opening.result().close()
-            opening.cancel()
-        self._channels.clear()
+        self.channels.close()
         self._forwards.clear()
         self._watched.clear()
         client, self._client = self._client, None
@@ -152,49 +140,14 @@ class DockerProvider:
     # -- creating
 
     async def create(self, spec: SandboxSpec) -> SandboxInfo:
-        import aiodocker
-
         client = await self.client()
-        options: DockerOptions = spec.options or DockerOptions()
         image = spec.snapshot or spec.image or self._environ.get("LOWTIDE_DOCKER_IMAGE") or DEFAULT_IMAGE
-        with client.translated(spec.lease_id):
-            volume = inside.volume_name(await self._engine_architecture(client))
-            body = container.create_body(spec, image, volume=volume, publish=self.endpoint.local)
-            if spec.snapshot:
-                try:
-                    for key in await images.inherited_labels(client, spec.snapshot):
-                        body["Labels"].setdefault(key, "")
-                except aiodocker.DockerError as error:
-                    if error.status != 404:
-                        raise
-            elif options.pull is PullPolicy.ALWAYS:
-                await self.pull(image)
-            for attempt in range(3):
-                made = False
-                try:
-                    await client.docker.containers.create(body, name=spec.lease_id)
-                    made = True
-                    await self._start(client, spec)
-                    break
-                except aiodocker.DockerError as error:
-                    if made:  # never remove what this call has not made: the name may be somebody else's
-                        await self._discard(client, spec.lease_id)
-                    if _no_such_image(error) and attempt == 0:
-                        await self._get_image(spec, image, options)
-                    elif _name_taken(error) and attempt < 2:
-                        if await self._is_this(client, spec):
-                            break
-                    elif inside.PROGRAM in error.message and attempt < 2:
-                        await self._fill_volume(client, spec, image, volume)
-                    else:
-                        raise _not_started(error, spec) from error
+        await Creation(self, client, spec, image).run()
         info = self._ours[spec.lease_id] = container.created_now(spec)
         return info
 
-    async def _start(self, client: EngineClient, spec: SandboxSpec) -> None:
-        if spec.command is not None:
-            self._watched[spec.lease_id] = client.loop.create_task(self._watch(client, spec))
-        await client.container(spec.lease_id).start()
+    def watch(self, client: EngineClient, spec: SandboxSpec) -> None:
+        self._watched[spec.lease_id] = client.loop.create_task(self._watch(client, spec))
 
     async def _watch(self, client: EngineClient, spec: SandboxSpec) -> None:
         """Learn how the caller's own main process ends: with auto-remove the engine tells it only now."""
@@ -211,42 +164,6 @@ class DockerProvider:
             )
         self._watched.pop(spec.lease_id, None)
 
-    async def _is_this(self, client: EngineClient, spec: SandboxSpec) -> bool:
-        """The name is taken: by an earlier try of the same create, or by somebody else."""
-        try:
-            facts = await self.inspect(spec.lease_id)
-        except SandboxNotFoundError:
-            return False  # it has just gone: try again
-        info = container.from_inspect(facts)
-        labels = info.labels if info else {}
-        if any(labels.get(key) != value for key, value in spec.labels.as_dict().items()):
-            raise SandboxFailedError(
-                f"a container named {spec.lease_id} exists and is not this sandbox",
-                reason="name-taken",
-                provider="docker",
-                sandbox_id=spec.lease_id,
-            )
-        if info is not None and info.state is SandboxState.PENDING:
-            await self._start(client, spec)
-        return True
-
-    async def _get_image(self, spec: SandboxSpec, image: str, options: DockerOptions) -> None:
-        if spec.snapshot:
-            raise SandboxFailedError(
-                f"no snapshot {image} on this engine",
-                reason="snapshot-missing",
-                provider="docker",
-                sandbox_id=spec.lease_id,
-            )
-        if options.pull is PullPolicy.NEVER:
-            raise SandboxFailedError(
-                f"the image {image} is not on this engine and pull is 'never': docker pull {image}",
-                reason="image-missing",
-                provider="docker",
-                sandbox_id=spec.lease_id,
-            )
-        await self.pull(image)
-
     async def pull(self, image: str, on_progress: Callable[[PullProgress], None] | None = None) -> None:
         """Fetch an image. Many at once for the same image are one pull."""
         client = await self.client()
@@ -258,39 +175,13 @@ class DockerProvider:
             task.add_done_callback(lambda _: self._pulls.pop(image, None))
         await asyncio.shield(task)
 
-    async def _engine_architecture(self, client: EngineClient) -> str:
-        if self._architecture is None:
-            self._architecture = str((await client.docker.version()).get("Arch", "unknown"))
-        return self._architecture
-
-    async def _fill_volume(self, client: EngineClient, spec: SandboxSpec, image: str, volume: str) -> None:
-        """Once per engine and version of our program. The carrier has the lease's labels, so that a
-        crash in between leaves nothing that a sweep would not find."""
-        name = container.carrier_name(spec.lease_id)
-        await client.docker.containers.create(container.carrier_body(spec, image, volume=volume), name=name)
-        try:
-            data = inside.volume_archive(await self._engine_architecture(client))
-            request = client.stream(
-                "PUT", f"containers/{name}/archive", params={"path": inside.DIRECTORY}, data=data
-            )
-            async with request as answer:
-                await answer.read()
-        finally:
-            await self._discard(client, name)
-
-    async def _discard(self, client: EngineClient, name: str) -> None:
-        import aiodocker
-
-        with suppress(aiodocker.DockerError):
-            await client.container(name).delete(force=True, v=True)
-
     # -- looking
 
     async def inspect(self, sandbox_id: str) -> dict[str, Any]:
         """The engine's own description. Raises SandboxNotFoundError."""
         client = await self.client()
         with client.translated(sandbox_id):
-            facts: dict[str, Any] = await client.container(_checked_id(sandbox_id)).show()
+            facts: dict[str, Any] = await client.container(checked_id(sandbox_id)).show()
             return facts
 
     async def get(self, sandbox_id: str) -> SandboxInfo:
@@ -321,7 +212,7 @@ class DockerProvider:
             return made  # create has waited for the engine to start it
         info = await self.get(sandbox_id)
         if info.state.terminal:
-            raise self._gone(sandbox_id, info.reason or "exited")
+            raise endings.gone(sandbox_id, info.reason or "exited")
         return info
 
     async def list(self, labels: Mapping[str, str]) -> AsyncIterator[SandboxInfo]:
@@ -398,8 +289,7 @@ class DockerProvider:
         for key in [key for key in self._forwards if key[0] == sandbox_id]:
             self._forwards.pop(key).close()
         self._ended.pop(sandbox_id, None)
-        self._asleep.discard(sandbox_id)
-        self._channels.pop(sandbox_id, None)  # it breaks with the container, and tells its commands then
+        self.channels.forget(sandbox_id)
         task = self._watched.pop(sandbox_id, None)
         if task is not None:
             task.cancel()
@@ -409,171 +299,15 @@ class DockerProvider:
     async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> ChannelProcess | ExecProcess:
         if spec.tty is None and spec.user is None:
             with suppress(ChannelFull):
-                return await self._start_over_channel(sandbox_id, spec)
+                return await self.channels.start(sandbox_id, spec)
         client = await self.client()
-        process = ExecProcess(self, client, _checked_id(sandbox_id), spec)
+        process = ExecProcess(self, client, checked_id(sandbox_id), spec)
         try:
             with client.translated(sandbox_id):
                 await process.start()
         except LowtideError as error:
-            raise await self.explained(sandbox_id, error) from error.__cause__
+            raise await endings.explained(self, sandbox_id, error) from error.__cause__
         return process
-
-    async def _start_over_channel(self, sandbox_id: str, spec: ProcessSpec) -> ChannelProcess:
-        for last in (False, True):
-            channel = await self._channel(sandbox_id)
-            try:
-                async with asyncio.timeout(10):
-                    return await channel.start(spec)
-            except BrokenPipeError:
-                self._channels.pop(sandbox_id, None)  # it broke since it was last used
-            except TimeoutError as error:
-                info = await self.get(sandbox_id)
-                if info.state is SandboxState.PAUSED:
-                    raise self._paused(sandbox_id) from error
-                if last:
-                    raise
-        raise SandboxUnavailableError(
-            "the connection into the sandbox broke", provider="docker", sandbox_id=sandbox_id
-        )
-
-    async def _channel(self, sandbox_id: str) -> Channel:
-        """The standing connection into a sandbox; opened once, by whoever comes first."""
-        client = await self.client()
-        if sandbox_id in self._asleep:
-            raise self._paused(sandbox_id)
-        opening = self._channels.get(sandbox_id)
-        if opening is not None and opening.done() and (opening.exception() or not opening.result().alive):
-            opening = None
-        if opening is None:
-            opening = self._channels[sandbox_id] = client.loop.create_task(
-                self._open_channel(client, sandbox_id)
-            )
-            opening.add_done_callback(_seen)
-        return await asyncio.shield(opening)
-
-    async def _open_channel(self, client: EngineClient, sandbox_id: str) -> Channel:
-        channel = Channel(client, _checked_id(sandbox_id), lambda error: self._lost(sandbox_id, error))
-        try:
-            with client.translated(sandbox_id):
-                await channel.open()
-        except LowtideError as error:
-            channel.close()
-            raise await self.explained(sandbox_id, error) from error.__cause__
-        return channel
-
-    async def inside(self, sandbox_id: str, *command: str, user: str) -> int:
-        """Run our program for a word of answer: 0, or the error number."""
-        client = await self.client()
-        stream = RawStream()
-        try:
-            with client.translated(sandbox_id):
-                made = await client.container(_checked_id(sandbox_id)).exec(
-                    [inside.PROGRAM, *command], user=user
-                )
-                await client.attach(f"exec/{made.id}/start", {"Detach": False, "Tty": False}, stream)
-                words = await files.Answer(stream, command[0], sandbox_id).line()
-        finally:
-            stream.close()
-        return 0 if words[0] == "ok" else int(words[1])
-
-    @asynccontextmanager
-    async def inside_stream(
-        self, sandbox_id: str, command: Sequence[str], *, stdin: bool = False
-    ) -> AsyncIterator[ChannelProcess]:
-        """Run our program in the container and talk to it."""
-        spec = ProcessSpec(argv=(inside.PROGRAM, *command), stdin=stdin)
-        process = await self._start_over_channel(sandbox_id, spec)
-        try:
-            yield process
-        finally:
-            if stdin:
-                await _finished(process)
-            process.close()
-
-    async def explained(self, sandbox_id: str, error: LowtideError) -> LowtideError:
-        """A refusal to run something, as what it means: the sandbox has ended, or is paused."""
-        words = str(error)
-        if isinstance(error, SandboxNotFoundError) or "is not running" in words or "state improper" in words:
-            try:
-                info = await self.get(sandbox_id)
-            except SandboxNotFoundError:
-                return self._gone(sandbox_id, await self._why_gone(sandbox_id))
-            except LowtideError as worse:
-                return worse
-            if info.state is SandboxState.PAUSED:
-                return self._paused(sandbox_id)
-            if info.state.terminal or info.state is SandboxState.ENDING:
-                return self._gone(sandbox_id, info.reason or await self._why_gone(sandbox_id))
-        elif "is paused" in words:
-            return self._paused(sandbox_id)
-        return error
-
-    async def _lost(self, sandbox_id: str, error: LowtideError) -> LowtideError:
-        """The connection broke. It does so a moment before the engine knows that a container has ended."""
-        for pause in (0.02, 0.05, 0.1, 0.2, 0.4, 0.0):
-            try:
-                info = await self.get(sandbox_id)
-            except SandboxNotFoundError:
-                return self._gone(sandbox_id, await self._why_gone(sandbox_id))
-            except LowtideError as worse:
-                return worse
-            if info.state.terminal:
-                return self._gone(sandbox_id, info.reason or await self._why_gone(sandbox_id))
-            await asyncio.sleep(pause)
-        return error
-
-    async def ended_with(self, sandbox_id: str, code: int) -> int | LowtideError:
-        """A command's exit code as the engine has it, unless it was the whole container that ended."""
-        try:
-            info = await self.get(sandbox_id)
-        except SandboxNotFoundError:
-            return self._gone(sandbox_id, await self._why_gone(sandbox_id))
-        except LowtideError as error:
-            return error
-        return self._gone(sandbox_id, info.reason or "exited") if info.state.terminal else code
-
-    def _paused(self, sandbox_id: str) -> SandboxUnavailableError:
-        return SandboxUnavailableError(
-            "the sandbox is paused: resume() it first", provider="docker", sandbox_id=sandbox_id
-        )
-
-    def _gone(self, sandbox_id: str, reason: str) -> SandboxGone:
-        return SandboxGone(
-            f"the sandbox has ended ({reason})", reason=reason, provider="docker", sandbox_id=sandbox_id
-        )
-
-    async def _why_gone(self, sandbox_id: str) -> str:
-        """Auto-removed containers leave only the engine's recent events to tell how they ended."""
-        client = await self.client()
-        filters = {
-            "container": [sandbox_id],
-            "type": ["container"],
-            "event": ["oom", "die", "kill", "destroy"],
-        }
-        options = {
-            "since": str(int(time.time()) - 86400),
-            "until": str(int(time.time()) + 1),
-            "filters": json.dumps(filters),
-        }
-        reason = "deleted"
-        with suppress(LowtideError, ValueError, TimeoutError):
-            async with asyncio.timeout(10):
-                with client.translated(sandbox_id):
-                    async with client.stream("GET", "events", params=options) as answer:
-                        async for line in answer.content:
-                            event = json.loads(line)
-                            word = event.get("Action") or event.get("status")
-                            code = (event.get("Actor") or {}).get("Attributes", {}).get("exitCode")
-                            if word == "oom":
-                                return "oom"
-                            if word == "kill":
-                                return "deleted"
-                            if word == "die":
-                                reason = _HOW.get(str(code), "exited")
-                            if word in ("destroy", "remove"):
-                                return reason
-        return reason
 
     # -- files
 
@@ -656,14 +390,14 @@ class DockerProvider:
         if (await self.get(sandbox_id)).state is not SandboxState.PAUSED:
             with client.translated(sandbox_id):
                 await client.container(sandbox_id).pause()
-        self._asleep.add(sandbox_id)
+        self.channels.asleep.add(sandbox_id)
 
     async def resume(self, sandbox_id: str) -> None:
         client = await self.client()
         if (await self.get(sandbox_id)).state is SandboxState.PAUSED:
             with client.translated(sandbox_id):
                 await client.container(sandbox_id).unpause()
-        self._asleep.discard(sandbox_id)
+        self.channels.asleep.discard(sandbox_id)
 
     async def url(self, sandbox_id: str, port: int) -> Url:
         facts = await self.inspect(sandbox_id)
@@ -676,58 +410,3 @@ class DockerProvider:
             forward = self._forwards[key] = Forward(self, sandbox_id, port)
             await forward.open()
         return Url(url=f"http://{forward.address[0]}:{forward.address[1]}")
-
-
-def _seen(task: asyncio.Task[Any]) -> None:
-    if not task.cancelled():
-        task.exception()
-
-
-async def _finished(process: ChannelProcess) -> None:
-    """Let it notice that no more comes, so that it removes what it had half written."""
-    process.write_eof()
-    with suppress(LowtideError, TimeoutError):
-        async with asyncio.timeout(5):
-            while await process.next() is not None:
-                pass
-
-
-def _checked_id(sandbox_id: str) -> str:
-    """It goes into a path of the engine's API."""
-    if not sandbox_id or not all(c.isalnum() or c in "_.-" for c in sandbox_id) or not sandbox_id.isascii():
-        raise SandboxNotFoundError(
-            f"not a sandbox id: {sandbox_id!r}", provider="docker", sandbox_id=sandbox_id
-        )
-    return sandbox_id
-
-
-def _no_such_image(error: Any) -> bool:
-    words = error.message.lower()
-    return error.status == 404 and (
-        "no such image" in words or "image not known" in words or "failed to find image" in words
-    )
-
-
-def _name_taken(error: Any) -> bool:
-    return error.status == 409 or "already in use" in error.message  # Podman answers 500
-
-
-def _not_started(error: Any, spec: SandboxSpec) -> LowtideError:
-    words = error.message.strip()
-    if error.status in (400, 500) or error.status == 404:
-        if "unable to find user" in words or "no matching entries in passwd" in words:
-            return ValidationError(
-                f"the image knows no such user: {words}", argument="user", provider="docker"
-            )
-        return SandboxFailedError(
-            f"the engine could not start the container: {words}",
-            reason="start",
-            provider="docker",
-            sandbox_id=spec.lease_id,
-        )
-    return SandboxError(
-        f"the engine failed ({error.status}): {words}",
-        provider="docker",
-        sandbox_id=spec.lease_id,
-        retryable=error.status >= 500,
-    )

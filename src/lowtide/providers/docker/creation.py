@@ -1,0 +1,164 @@
+"""One create call: the container made and started, with its image and our program in place."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from lowtide.errors import (
+    LowtideError,
+    SandboxError,
+    SandboxFailedError,
+    SandboxNotFoundError,
+    ValidationError,
+)
+from lowtide.providers.base import SandboxSpec, SandboxState
+from lowtide.providers.docker import container, images, inside
+from lowtide.providers.docker.client import EngineClient
+from lowtide.providers.docker.options import DockerOptions, PullPolicy
+
+if TYPE_CHECKING:
+    from lowtide.providers.docker.provider import DockerProvider
+
+
+class Creation:
+    """Tries again after what it can mend: a missing image, a volume without our program, its own earlier try."""
+
+    def __init__(self, provider: DockerProvider, client: EngineClient, spec: SandboxSpec, image: str) -> None:
+        self._provider, self._client, self._spec, self._image = provider, client, spec, image
+        self._options: DockerOptions = spec.options or DockerOptions()
+
+    async def run(self) -> None:
+        import aiodocker
+
+        client, spec, options, image = self._client, self._spec, self._options, self._image
+        with client.translated(spec.lease_id):
+            volume = inside.volume_name(await client.architecture())
+            body = container.create_body(spec, image, volume=volume, publish=client.endpoint.local)
+            if spec.snapshot:
+                try:
+                    for key in await images.inherited_labels(client, spec.snapshot):
+                        body["Labels"].setdefault(key, "")
+                except aiodocker.DockerError as error:
+                    if error.status != 404:
+                        raise
+            elif options.pull is PullPolicy.ALWAYS:
+                await self._provider.pull(image)
+            for attempt in range(3):
+                made = False
+                try:
+                    await client.docker.containers.create(body, name=spec.lease_id)
+                    made = True
+                    await self._start()
+                    break
+                except aiodocker.DockerError as error:
+                    if made:  # never remove what this call has not made: the name may be somebody else's
+                        await self._discard(spec.lease_id)
+                    if _no_such_image(error) and attempt == 0:
+                        await self._get_image()
+                    elif _name_taken(error) and attempt < 2:
+                        if await self._is_this():
+                            break
+                    elif inside.PROGRAM in error.message and attempt < 2:
+                        await self._fill_volume(volume)
+                    else:
+                        raise _not_started(error, spec) from error
+
+    async def _start(self) -> None:
+        if self._spec.command is not None:
+            self._provider.watch(self._client, self._spec)
+        await self._client.container(self._spec.lease_id).start()
+
+    async def _is_this(self) -> bool:
+        """The name is taken: by an earlier try of the same create, or by somebody else."""
+        spec = self._spec
+        try:
+            facts = await self._provider.inspect(spec.lease_id)
+        except SandboxNotFoundError:
+            return False  # it has just gone: try again
+        info = container.from_inspect(facts)
+        labels = info.labels if info else {}
+        if any(labels.get(key) != value for key, value in spec.labels.as_dict().items()):
+            raise SandboxFailedError(
+                f"a container named {spec.lease_id} exists and is not this sandbox",
+                reason="name-taken",
+                provider="docker",
+                sandbox_id=spec.lease_id,
+            )
+        if info is not None and info.state is SandboxState.PENDING:
+            await self._start()
+        return True
+
+    async def _get_image(self) -> None:
+        spec, image, options = self._spec, self._image, self._options
+        if spec.snapshot:
+            raise SandboxFailedError(
+                f"no snapshot {image} on this engine",
+                reason="snapshot-missing",
+                provider="docker",
+                sandbox_id=spec.lease_id,
+            )
+        if options.pull is PullPolicy.NEVER:
+            raise SandboxFailedError(
+                f"the image {image} is not on this engine and pull is 'never': docker pull {image}",
+                reason="image-missing",
+                provider="docker",
+                sandbox_id=spec.lease_id,
+            )
+        await self._provider.pull(image)
+
+    async def _fill_volume(self, volume: str) -> None:
+        """Once per engine and version of our program. The carrier has the lease's labels, so that a
+        crash in between leaves nothing that a sweep would not find."""
+        client, spec = self._client, self._spec
+        name = container.carrier_name(spec.lease_id)
+        await client.docker.containers.create(
+            container.carrier_body(spec, self._image, volume=volume), name=name
+        )
+        try:
+            data = inside.volume_archive(await client.architecture())
+            request = client.stream(
+                "PUT", f"containers/{name}/archive", params={"path": inside.DIRECTORY}, data=data
+            )
+            async with request as answer:
+                await answer.read()
+        finally:
+            await self._discard(name)
+
+    async def _discard(self, name: str) -> None:
+        import aiodocker
+
+        with suppress(aiodocker.DockerError):
+            await self._client.container(name).delete(force=True, v=True)
+
+
+def _no_such_image(error: Any) -> bool:
+    words = error.message.lower()
+    return error.status == 404 and (
+        "no such image" in words or "image not known" in words or "failed to find image" in words
+    )
+
+
+def _name_taken(error: Any) -> bool:
+    return error.status == 409 or "already in use" in error.message  # Podman answers 500
+
+
+def _not_started(error: Any, spec: SandboxSpec) -> LowtideError:
+    words = error.message.strip()
+    if error.status in (400, 500) or error.status == 404:
+        if "unable to find user" in words or "no matching entries in passwd" in words:
+            return ValidationError(
+                f"the image knows no such user: {words}", argument="user", provider="docker"
+            )
+        return SandboxFailedError(
+            f"the engine could not start the container: {words}",
+            reason="start",
+            provider="docker",
+            sandbox_id=spec.lease_id,
+        )
+    return SandboxError(
+        f"the engine failed ({error.status}): {words}",
+        provider="docker",
+        sandbox_id=spec.lease_id,
+        retryable=error.status >= 500,
+    )

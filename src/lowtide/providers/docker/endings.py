@@ -1,0 +1,105 @@
+"""Why a sandbox does not answer: it has ended, and how, or it is paused, or the way to it broke."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from lowtide.errors import LowtideError, SandboxGone, SandboxNotFoundError, SandboxUnavailableError
+from lowtide.providers.base import SandboxState
+from lowtide.providers.docker import inside
+
+if TYPE_CHECKING:
+    from lowtide.providers.docker.provider import DockerProvider
+
+_HOW = {str(inside.EXPIRED): "expired", "137": "deleted"}
+"""What the exit code of PID 1 says about the end of a sandbox; nothing inside can kill it."""
+
+
+async def explained(provider: DockerProvider, sandbox_id: str, error: LowtideError) -> LowtideError:
+    """A refusal to run something, as what it means: the sandbox has ended, or is paused."""
+    words = str(error)
+    if isinstance(error, SandboxNotFoundError) or "is not running" in words or "state improper" in words:
+        try:
+            info = await provider.get(sandbox_id)
+        except SandboxNotFoundError:
+            return gone(sandbox_id, await why_gone(provider, sandbox_id))
+        except LowtideError as worse:
+            return worse
+        if info.state is SandboxState.PAUSED:
+            return paused(sandbox_id)
+        if info.state.terminal or info.state is SandboxState.ENDING:
+            return gone(sandbox_id, info.reason or await why_gone(provider, sandbox_id))
+    elif "is paused" in words:
+        return paused(sandbox_id)
+    return error
+
+
+async def lost(provider: DockerProvider, sandbox_id: str, error: LowtideError) -> LowtideError:
+    """The connection broke. It does so a moment before the engine knows that a container has ended."""
+    for pause in (0.02, 0.05, 0.1, 0.2, 0.4, 0.0):
+        try:
+            info = await provider.get(sandbox_id)
+        except SandboxNotFoundError:
+            return gone(sandbox_id, await why_gone(provider, sandbox_id))
+        except LowtideError as worse:
+            return worse
+        if info.state.terminal:
+            return gone(sandbox_id, info.reason or await why_gone(provider, sandbox_id))
+        await asyncio.sleep(pause)
+    return error
+
+
+async def ended_with(provider: DockerProvider, sandbox_id: str, code: int) -> int | LowtideError:
+    """A command's exit code as the engine has it, unless it was the whole container that ended."""
+    try:
+        info = await provider.get(sandbox_id)
+    except SandboxNotFoundError:
+        return gone(sandbox_id, await why_gone(provider, sandbox_id))
+    except LowtideError as error:
+        return error
+    return gone(sandbox_id, info.reason or "exited") if info.state.terminal else code
+
+
+def paused(sandbox_id: str) -> SandboxUnavailableError:
+    return SandboxUnavailableError(
+        "the sandbox is paused: resume() it first", provider="docker", sandbox_id=sandbox_id
+    )
+
+
+def gone(sandbox_id: str, reason: str) -> SandboxGone:
+    return SandboxGone(
+        f"the sandbox has ended ({reason})", reason=reason, provider="docker", sandbox_id=sandbox_id
+    )
+
+
+async def why_gone(provider: DockerProvider, sandbox_id: str) -> str:
+    """Auto-removed containers leave only the engine's recent events to tell how they ended."""
+    client = await provider.client()
+    filters = {"container": [sandbox_id], "type": ["container"]}
+    options = {
+        "since": str(int(time.time()) - 86400),
+        "until": str(int(time.time()) + 1),
+        "filters": json.dumps(filters),
+    }
+    reason = "deleted"
+    with suppress(LowtideError, ValueError, TimeoutError):
+        async with asyncio.timeout(10):
+            with client.translated(sandbox_id):
+                async with client.stream("GET", "events", params=options) as answer:
+                    async for line in answer.content:
+                        event = json.loads(line)
+                        word = event.get("Action") or event.get("status")
+                        code = (event.get("Actor") or {}).get("Attributes", {}).get("exitCode")
+                        if word == "oom":
+                            return "oom"
+                        if word == "kill":
+                            return "deleted"
+                        if word == "die":
+                            reason = _HOW.get(str(code), "exited")
+                        if word in ("destroy", "remove"):
+                            return reason
+    return reason
