@@ -1,0 +1,110 @@
+"""Which E2B account, at which address: from arguments, then the environment."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lowtide.errors import AuthenticationError, MissingDependencyError, ValidationError
+
+PROVIDER = "e2b"
+KEY, DOMAIN, API_URL, SANDBOX_URL = "E2B_API_KEY", "E2B_DOMAIN", "E2B_API_URL", "E2B_SANDBOX_URL"
+TEMPLATE = "LOWTIDE_E2B_TEMPLATE"
+DEFAULT_DOMAIN = "e2b.app"
+
+_OPTIONS = {"api_key": KEY, "domain": DOMAIN, "api_url": API_URL, "sandbox_url": SANDBOX_URL}
+_OPTIONS |= {"proxy": "", "template": TEMPLATE}
+# The way to the service. The SDK reads these itself; the guardian's worker needs them to go the same way.
+_WAY = (
+    *(
+        "HTTPS_PROXY",
+        "HTTP_PROXY",
+        "ALL_PROXY",
+        "NO_PROXY",
+        "https_proxy",
+        "http_proxy",
+        "all_proxy",
+        "no_proxy",
+    ),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "E2B_HTTP_VERSION", "E2B_MAX_CONNECTIONS", "E2B_CONNECTION_RETRIES"),
+)
+_PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """Where and who. The key is never shown."""
+
+    api_key: str = field(repr=False)
+    domain: str = DEFAULT_DOMAIN
+    api_url: str | None = None
+    sandbox_url: str | None = None
+    proxy: str | None = None
+    """Only where it is not in this process's own environment, which the SDK reads."""
+    template: str | None = None
+    way: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def resolve(cls, environ: Mapping[str, str], options: Mapping[str, Any] | None) -> Access:
+        """Raises ValidationError for an unknown option, AuthenticationError without a key."""
+        given = dict(options or {})
+        for name, value in given.items():
+            if name not in _OPTIONS:
+                known = ", ".join(sorted(_OPTIONS))
+                raise ValidationError(
+                    f"unknown option {name!r} for e2b; known: {known}", argument=name, provider=PROVIDER
+                )
+            if value is not None and not (isinstance(value, str) and value):
+                raise ValidationError(f"{name} must be a string", argument=name, provider=PROVIDER)
+        found = {
+            name: given.get(name) or environ.get(variable) or None for name, variable in _OPTIONS.items()
+        }
+        if not found["api_key"]:
+            raise AuthenticationError(
+                f"E2B needs an API key: set {KEY}, or use the emulator (lowtide emulate e2b)",
+                provider=PROVIDER,
+            )
+        way = {name: environ[name] for name in _WAY if environ.get(name)}
+        if found["proxy"] is None and any(os.environ.get(name) != way.get(name) for name in _PROXIES):
+            found["proxy"] = next((way[name] for name in _PROXIES if name in way), None)
+        found["domain"] = found["domain"] or DEFAULT_DOMAIN
+        return cls(way=way, **found)  # type: ignore[arg-type]
+
+    @property
+    def account(self) -> str:
+        """The key has 160 random bits, so nothing follows from a short digest of it."""
+        where = self.api_url or f"https://api.{self.domain}"
+        return hashlib.sha256(f"lowtide e2b|{where}|{self.api_key}".encode()).hexdigest()[:16]
+
+    def credentials(self) -> dict[str, str]:
+        known = {KEY: self.api_key, DOMAIN: self.domain, **self.way}
+        if self.proxy is not None:
+            known |= {"HTTPS_PROXY": self.proxy, "HTTP_PROXY": self.proxy}
+        for name, value in (
+            (API_URL, self.api_url),
+            (SANDBOX_URL, self.sandbox_url),
+            (TEMPLATE, self.template),
+        ):
+            if value is not None:
+                known[name] = value
+        return known
+
+    def parameters(self) -> dict[str, Any]:
+        """For every call of the SDK. All of it said, so that a changed environment changes nothing half-way."""
+        said: dict[str, Any] = {"api_key": self.api_key, "domain": self.domain, "debug": False}
+        said["api_url"] = self.api_url or f"https://api.{self.domain}"
+        if self.sandbox_url is not None:
+            said["sandbox_url"] = self.sandbox_url
+        if self.proxy is not None:
+            said["proxy"] = self.proxy
+        return said
+
+
+def missing_dependency() -> MissingDependencyError:
+    install = 'pip install "lowtide[e2b]"'
+    return MissingDependencyError(
+        f"provider 'e2b' needs E2B's SDK; run: {install}", install=install, provider=PROVIDER
+    )

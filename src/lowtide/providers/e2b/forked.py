@@ -1,0 +1,4 @@
+"""After a fork."""
+
+
+def repair() -> None: ...

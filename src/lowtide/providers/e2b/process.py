@@ -1,0 +1,361 @@
+"""One command in a sandbox, over envd's process stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal as signals
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+from lowtide import errors
+from lowtide.providers.base import STDERR, STDOUT, ProcessSpec, TerminalSize
+from lowtide.providers.e2b import script
+from lowtide.providers.e2b.deadline import within
+from lowtide.providers.e2b.failures import translated
+from lowtide.providers.e2b.marks import MarkedStream
+
+if TYPE_CHECKING:
+    from e2b import AsyncSandbox
+
+log = logging.getLogger("lowtide.e2b")
+
+START_SECONDS = 60.0
+_CALL_SECONDS = 30.0
+_KEEPALIVE_SECONDS = 50
+_SILENT_SECONDS = 180.0
+"""envd says something every 50 seconds. After this long without a word the connection is dead."""
+_QUEUE_CHUNKS = 256
+_STDIN_BYTES = 256 << 10
+_CLOSING_SECONDS = 0.5
+"""How long a command's stream may go on after its end, so that its connection can be used again."""
+
+Explain = Callable[[errors.LowtideError], Awaitable[errors.LowtideError]]
+"""What an error of the way to the sandbox really means: mostly that the sandbox is gone."""
+
+
+class E2BProcess:
+    """A `ProcessHandle`."""
+
+    def __init__(
+        self,
+        box: AsyncSandbox,
+        events: AsyncGenerator[Any, Any],
+        pid: int,
+        *,
+        wrapping: script.Wrapping,
+        tty: bool,
+        explain: Explain,
+    ) -> None:
+        self._box, self._events, self._pid = box, events, pid
+        self._wrapping, self._tty, self._explain = wrapping, tty, explain
+        loop = asyncio.get_running_loop()
+        self._loop = loop
+        self._chunks: asyncio.Queue[tuple[int, bytes] | None] = asyncio.Queue(_QUEUE_CHUNKS)
+        self._code: asyncio.Future[int] = loop.create_future()
+        self._code.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        mark = wrapping.mark.encode()
+        self._streams = {STDOUT: MarkedStream(mark), STDERR: MarkedStream(mark)}
+        self._input_closed = False
+        self._heard = loop.time()
+        self._pump = loop.create_task(self._run())
+        self._watch: asyncio.TimerHandle | None = loop.call_later(_SILENT_SECONDS, self._listen)
+
+    @classmethod
+    async def start(
+        cls,
+        box: AsyncSandbox,
+        spec: ProcessSpec,
+        *,
+        user: str | None,
+        working_dir: str | None,
+        explain: Explain,
+    ) -> E2BProcess:
+        """Returns when envd has started it. Raises what the SDK raises."""
+        wrapping = script.Wrapping()
+        environment = dict(spec.environment)
+        if spec.tty is not None:
+            environment.setdefault("TERM", "xterm-256color")
+        events = _events(
+            box,
+            wrapping.arguments(spec, working_dir),
+            environment=environment,
+            user=spec.user or user,
+            stdin=spec.stdin,
+            tty=spec.tty,
+        )
+        pid = await _started(box, events)
+        return cls(box, events, pid, wrapping=wrapping, tty=spec.tty is not None, explain=explain)
+
+    # The handle
+
+    async def output(self) -> AsyncIterator[tuple[int, bytes]]:
+        while (chunk := await self._chunks.get()) is not None:
+            yield chunk
+        if self._code.done() and (error := self._code.exception()) is not None:
+            raise error
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._code)
+
+    async def write_stdin(self, data: bytes) -> None:
+        for start in range(0, len(data), _STDIN_BYTES):
+            if self._code.done() or self._input_closed:
+                raise BrokenPipeError("the command has closed its standard input or ended")
+            piece = data[start : start + _STDIN_BYTES]
+            send = self._box.pty.send_stdin if self._tty else self._box.commands.send_stdin
+            await self._until_ended(send(self._pid, piece, request_timeout=0))
+
+    async def close_stdin(self) -> None:
+        if self._input_closed or self._code.done():
+            return
+        self._input_closed = True
+        with contextlib.suppress(BrokenPipeError):
+            if self._tty:
+                await self._until_ended(self._box.pty.send_stdin(self._pid, b"\x04"))
+            else:
+                await self._until_ended(self._box.commands.close_stdin(self._pid))
+
+    async def resize(self, size: TerminalSize) -> None:
+        from e2b import PtySize
+
+        if self._tty and not self._code.done():
+            with contextlib.suppress(BrokenPipeError):
+                shape = PtySize(rows=size.rows, cols=size.columns)
+                await self._until_ended(self._box.pty.resize(self._pid, shape))
+
+    async def signal(self, number: int) -> None:
+        if not self._code.done():
+            await self._beside(script.signal(self._pid, number, self._wrapping.tag, tty=self._tty))
+
+    async def terminate(self, grace_seconds: float) -> None:
+        # Also after the command's own end: what it left running is part of its tree.
+        text = script.terminate(self._wrapping.tag, grace_seconds)
+        if await self._beside(text, seconds=grace_seconds + _CALL_SECONDS):
+            raise errors.SandboxUnavailableError(
+                "some processes of the command could not be killed",
+                provider="e2b",
+                sandbox_id=self._box.sandbox_id,
+            )
+        if not self._chunks.full():  # else nobody reads the output; the processes are gone all the same
+            with contextlib.suppress(errors.LowtideError, TimeoutError):
+                async with asyncio.timeout(5):
+                    await self.wait()
+
+    async def aclose(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        if not self._pump.done() and not self._code.done():
+            self._pump.cancel()
+        if not self._pump.done():
+            await asyncio.wait({self._pump}, timeout=_CLOSING_SECONDS * 2)
+            self._pump.cancel()
+
+    # Inside
+
+    async def _run(self) -> None:
+        try:
+            await self._follow()
+        except asyncio.CancelledError:
+            self._fail(
+                errors.SandboxUnavailableError("the connection to the command was let go", provider="e2b")
+            )
+            while not self._chunks.empty():
+                self._chunks.get_nowait()
+            self._chunks.put_nowait(None)
+            await _closed(self._events)
+            raise
+        except Exception as error:
+            self._fail(await self._meaning(error))
+        else:
+            if not self._code.done():
+                lost = errors.SandboxUnavailableError(
+                    "the stream of the command ended before the command",
+                    provider="e2b",
+                    sandbox_id=self._box.sandbox_id,
+                )
+                self._fail(await self._explain(lost))
+        if self._watch is not None:
+            self._watch.cancel()
+        await self._chunks.put(None)
+        # The exit code is out and read. What still comes is the end of the stream, unless a background
+        # job holds it; then the connection is given up.
+        with contextlib.suppress(Exception, asyncio.CancelledError):
+            async with asyncio.timeout(_CLOSING_SECONDS):
+                async for _ in self._events:
+                    pass
+        await _closed(self._events)
+
+    async def _follow(self) -> None:
+        """Until the exit code is known."""
+        streams, chunks = self._streams, self._chunks
+        async for event in self._events:
+            self._heard = self._loop.time()
+            payload = event.event.event if event.event is not None else None
+            if payload is None:
+                continue
+            if payload.field == "data":
+                output = payload.value.output
+                if output is None:
+                    continue
+                if output.field == "pty":
+                    await chunks.put((STDOUT, output.value))
+                    continue
+                stream = STDERR if output.field == "stderr" else STDOUT
+                marked = streams[stream]
+                if data := marked.feed(output.value):
+                    await chunks.put((stream, data))
+                if marked.code is not None and all(one.code is not None for one in streams.values()):
+                    self._settle(marked.code)
+                    return
+            elif payload.field == "end":
+                for stream, marked in streams.items():
+                    if rest := marked.rest():
+                        await chunks.put((stream, rest))
+                self._settle(_exit_code(payload.value))
+                return
+
+    def _settle(self, code: int) -> None:
+        if not self._code.done():
+            self._code.set_result(code)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._code.done():
+            self._code.set_exception(error)
+
+    async def _meaning(self, error: BaseException) -> BaseException:
+        from e2b.envd.rpc import ahandle_rpc_exception_with_health
+
+        if isinstance(error, Exception):
+            with contextlib.suppress(Exception):
+                check = self._box.commands._check_health
+                error = await within(_CALL_SECONDS, ahandle_rpc_exception_with_health(error, check), "health")
+        found = translated(error, self._box.sandbox_id)
+        if found is None:
+            return error
+        found.__cause__ = error if found is not error else error.__cause__
+        return await self._explain(found)
+
+    async def _until_ended(self, work: Coroutine[Any, Any, Any]) -> None:
+        """See a call about the command through, or give it up when the command has ended: BrokenPipeError."""
+        from e2b.exceptions import NotFoundException, SandboxException
+
+        call = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({call, self._code}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not call.done():
+                call.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+                call.cancel()
+        if not call.done():
+            raise BrokenPipeError("the command has ended")
+        try:
+            call.result()
+        except NotFoundException as error:
+            raise BrokenPipeError("the command has ended") from error
+        except SandboxException as error:
+            if "broken pipe" in str(error) or "closed" in str(error):
+                raise BrokenPipeError("the command has closed its standard input") from error
+            raise await self._meaning(error) from error
+        except Exception as error:
+            raise await self._meaning(error) from error
+
+    async def _beside(self, text: str, seconds: float = _CALL_SECONDS) -> int:
+        """Run a script of ours in the same sandbox. One that is gone has nothing left to signal."""
+        try:
+            return await within(
+                seconds, alone(self._box, script.plain(text)), "a signal", self._box.sandbox_id
+            )
+        except errors.LowtideError as error:
+            meant: BaseException = await self._explain(error)
+        except Exception as error:
+            meant = await self._meaning(error)
+        if isinstance(meant, errors.SandboxGone | errors.SandboxNotFoundError):
+            return 0
+        raise meant
+
+    def _listen(self) -> None:
+        silent = self._loop.time() - self._heard
+        if silent >= _SILENT_SECONDS:
+            self._pump.cancel()
+        else:
+            self._watch = self._loop.call_later(_SILENT_SECONDS - silent, self._listen)
+
+
+async def alone(box: AsyncSandbox, arguments: list[str], *, user: str = "root") -> int:
+    """Run the shell with these arguments and wait for its exit code; what it prints is dropped."""
+    events = _events(box, arguments, user=user)
+    try:
+        await _started(box, events)
+        async for event in events:
+            payload = event.event.event if event.event is not None else None
+            if payload is not None and payload.field == "end":
+                return _exit_code(payload.value)
+    finally:
+        await _closed(events)
+    raise errors.SandboxUnavailableError("the stream of a command ended before it", provider="e2b")
+
+
+def _events(
+    box: AsyncSandbox,
+    arguments: list[str],
+    *,
+    environment: dict[str, str] | None = None,
+    user: str | None = None,
+    stdin: bool = False,
+    tty: TerminalSize | None = None,
+) -> AsyncGenerator[Any, Any]:
+    """The stream of a new process.
+
+    Through the SDK's generated client, one step below ``commands.run``: that one takes the bytes apart
+    into text, and loses those that are none.
+    """
+    from e2b.envd.client_async import as_stream
+    from e2b.envd.process import process_pb
+    from e2b.envd.utils import authentication_header
+
+    config = process_pb.ProcessConfig(cmd=script.SHELL, args=arguments, envs=environment or {})
+    request = process_pb.StartRequest(process=config, stdin=stdin)
+    if tty is not None:
+        size = process_pb.PTY.Size(rows=tty.rows, cols=tty.columns)
+        request = process_pb.StartRequest(process=config, pty=process_pb.PTY(size=size), stdin=True)
+    headers = {
+        **authentication_header(box._envd_version, user),
+        "Keepalive-Ping-Interval": str(_KEEPALIVE_SECONDS),
+    }
+    return as_stream(box.commands._rpc.start(request, headers=headers))
+
+
+async def _started(box: AsyncSandbox, events: AsyncGenerator[Any, Any]) -> int:
+    from e2b.envd.client_async import first_event
+    from e2b.envd.rpc import ahandle_rpc_exception_with_health
+    from e2b.envd.utils import extract_start_pid
+
+    try:
+        return int(extract_start_pid(await first_event(events, START_SECONDS), "start process"))
+    except BaseException as error:
+        await _closed(events)
+        if isinstance(error, Exception):
+            raise await ahandle_rpc_exception_with_health(error, box.commands._check_health) from error
+        raise
+
+
+async def _closed(events: AsyncGenerator[Any, Any]) -> None:
+    with contextlib.suppress(Exception):
+        await events.aclose()
+
+
+def _exit_code(end: Any) -> int:
+    """What envd says of the end. It names a signal in words, as Go does, and then has no exit code."""
+    status = str(end.status or "")
+    if status.startswith("signal: "):
+        name = status.removeprefix("signal: ").removesuffix(" (core dumped)")
+        return 128 + _SIGNALS.get(name, signals.SIGKILL)
+    code = int(end.exit_code)
+    return code if code >= 0 else 128 + signals.SIGKILL
+
+
+_SIGNALS: dict[str, int] = {
+    (signals.strsignal(number) or "").lower(): int(number) for number in signals.valid_signals()
+} | {"trace/breakpoint trap": 5, "user defined signal 1": 10, "user defined signal 2": 12, "alarm clock": 14}

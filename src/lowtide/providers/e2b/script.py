@@ -1,0 +1,100 @@
+"""The shell text that runs around a command in the sandbox, because envd's own start is not enough.
+
+envd starts a process and says how it ended. What is missing is made here, with the bash that E2B's SDK
+needs in every template too:
+
+* a process group of the command's own, for signals;
+* an end that waits for nobody: envd ends a command's output when the last holder of its streams is
+  gone. So the shell writes the exit code as a mark into both streams as soon as the command has ended;
+* a standard input that breaks when the command closes its own (the shell holds no copy);
+* the whole process tree: the command starts with a unique value in the unused limit ``RLIMIT_LOCKS``.
+  Every descendant inherits it, through setsid, double fork and sudo, and /proc shows it to everybody.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+
+from lowtide.providers.base import ProcessSpec
+
+SHELL = "/bin/bash"
+_FLAGS = ("--noprofile", "--norc", "-p", "-c")  # -p: the command's BASH_ENV and functions are not the shell's
+
+_BEGIN = """M=$1 T=$2 D=$3 W=$4;shift 4
+exec 3>&2 2>/dev/null
+enter() {
+ulimit -x "$T" 2>/dev/null
+if [ -n "$D" ];then cd -- "$D"||exit 126
+elif [ -n "$W" ];then cd -- "$W" 2>/dev/null||{ mkdir -p -- "$W"&&cd -- "$W"; }||exit 126
+fi
+}
+"""
+_PLAIN = """set -m
+(enter 2>&3;exec 2>&3 3>&-;exec -- "$@") &
+P=$!
+exec </dev/null
+wait -f $P;C=$?
+printf '%s=%s;' "$M" $C >&3
+printf '%s=%s;' "$M" $C
+exit $C"""
+# On a terminal the command takes the shell's own place: it leads the session and has the terminal.
+_TTY = 'enter 2>&3;exec 2>&3 3>&-;exec -- "$@"'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrapping:
+    """The marks of one command: what its streams are searched for, and what finds its processes."""
+
+    mark: str = field(default_factory=lambda: f"\x1elt-{secrets.token_hex(10)}")
+    tag: int = field(default_factory=lambda: (1 << 52) + secrets.randbits(52))
+
+    def arguments(self, spec: ProcessSpec, working_dir: str | None) -> list[str]:
+        """What the shell is started with."""
+        script = _BEGIN + (_PLAIN if spec.tty is None else _TTY)
+        given = [self.mark, str(self.tag), spec.cwd or "", working_dir or "", *spec.argv]
+        if any(_is_odd(word) for word in given):
+            # The protocol carries text only; names that are none are spelled out in the script.
+            return [*_FLAGS, f"set -- {' '.join(map(_spelled, given))}\n{script}", "sh"]
+        return [*_FLAGS, script, "sh", *given]
+
+
+def plain(script: str, *arguments: str) -> list[str]:
+    """A script of ours, alone."""
+    return [*_FLAGS, script, "sh", *arguments]
+
+
+def signal(leader: int, number: int, tag: int, *, tty: bool) -> str:
+    """To the command's group; nothing when it has ended. `leader`: the shell, or on a terminal the command."""
+    if tty:
+        return (
+            f'{_ALIVE}\nalive {tag}&&case "$P " in *" {leader} "*) kill -s {number} -- -{leader};;esac;exit 0'
+        )
+    return f'{_ALIVE}\nalive {tag} {leader}&&kill -s {number} -- "-${{P# }}" 2>/dev/null;exit 0'
+
+
+def terminate(tag: int, grace_seconds: float) -> str:
+    """TERM, grace, KILL to everything with the tag. Exit code 1: something could not be killed."""
+    turns = max(0, round(grace_seconds * 50))
+    return (
+        f"{_ALIVE}\nalive {tag}||exit 0;kill -15 $P 2>/dev/null;kill -18 $P 2>/dev/null;n=0\n"
+        f"while [ $n -lt {turns} ]&&alive {tag};do sleep 0.02;n=$((n+1));done;n=0\n"
+        f"while alive {tag};do [ $n -lt 200 ]||exit 1;kill -9 $P 2>/dev/null;sleep 0.01;n=$((n+1));done;exit 0"
+    )
+
+
+# P becomes the living processes with the tag $1, those that shell $2 started where it is given.
+_ALIVE = """alive() { P=;local f d s;for f in $(grep -l "^Max file locks  *$1 " /proc/[0-9]*/limits 2>/dev/null);do
+d=${f%/limits};s=;{ read -r s <"$d/stat"; } 2>/dev/null||continue;s=${s##*") "}
+case $s in Z*|X*) continue;;esac;s=${s#* };[ -z "$2" ]||[ "${s%% *}" = "$2" ]||continue
+P="$P ${d#/proc/}";done;[ -n "$P" ]; }"""
+
+
+def _is_odd(word: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in word)
+
+
+def _spelled(word: str) -> str:
+    if not _is_odd(word):
+        return "'" + word.replace("'", "'\\''") + "'"
+    return "$'" + "".join(f"\\x{byte:02x}" for byte in word.encode("utf-8", "surrogateescape")) + "'"
