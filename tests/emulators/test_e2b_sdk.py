@@ -180,18 +180,18 @@ def test_the_lifetime_ends_the_sandbox_when_the_clock_moves(tmp_path: Path) -> N
     with lowtide.emulators.start("e2b", home=tmp_path, plain=True) as handle:
         url = handle.urls["e2b"]
         options = {"api_key": handle.environment["E2B_API_KEY"], "api_url": url, "sandbox_url": url}
-        short = sdk.Sandbox.create(timeout=60, **options)
-        long = sdk.Sandbox.create(timeout=600, **options)
-        handle.clock.advance(59)
+        short = sdk.Sandbox.create(timeout=1000, **options)
+        long = sdk.Sandbox.create(timeout=2000, **options)
+        handle.clock.advance(500)
         assert short.is_running()
-        long.set_timeout(900)
-        handle.clock.advance(601)
+        long.set_timeout(5000)
+        handle.clock.advance(2000)
         assert not short.is_running()
         assert long.is_running()
         assert handle.state()["backing"] == 1
         with pytest.raises(sdk.SandboxNotFoundException):
             short.set_timeout(60)
-        handle.clock.advance(900)
+        handle.clock.advance(5000)
         assert handle.state()["backing"] == 0
 
 
@@ -199,10 +199,10 @@ def test_auto_pause_keeps_files_and_processes_and_wakes_on_connect(tmp_path: Pat
     with lowtide.emulators.start("e2b", home=tmp_path, plain=True) as handle:
         url = handle.urls["e2b"]
         options = {"api_key": handle.environment["E2B_API_KEY"], "api_url": url, "sandbox_url": url}
-        sandbox = sdk.Sandbox.create(timeout=60, lifecycle={"on_timeout": "pause"}, **options)
+        sandbox = sdk.Sandbox.create(timeout=1000, lifecycle={"on_timeout": "pause"}, **options)
         sandbox.files.write("kept.txt", "kept")
         command = sandbox.commands.run("sleep 4000", background=True, timeout=0)
-        handle.clock.advance(61)
+        handle.clock.advance(1001)
         assert sandbox.get_info().state == sdk.SandboxState.PAUSED
         assert not sandbox.is_running()
         handle.clock.advance(100_000)  # a paused sandbox has no lifetime

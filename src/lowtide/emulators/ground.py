@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import os
 import secrets
 import time
 from collections.abc import Mapping
@@ -187,7 +188,8 @@ class Ground:
 
     def proxy_environment(self) -> dict[str, str]:
         """What an emulator adds for SDKs that are reached through the CONNECT proxy."""
-        local = "127.0.0.1,localhost,::1"
+        before = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
+        local = ",".join(filter(None, (before, "127.0.0.1,localhost,::1")))
         return {
             "HTTPS_PROXY": self.proxy_url,
             "https_proxy": self.proxy_url,

@@ -34,7 +34,7 @@ def start(
     ValidationError for an unknown name, MissingDependencyError when the extra is not installed.
     """
     names = registry.check(names)
-    command = [sys.executable, "-m", "lowtide.emulators", "--json", "--until-stdin-closes"]
+    command = [sys.executable, "-P", "-m", "lowtide.emulators", "--json", "--until-stdin-closes"]
     if port_base is not None:
         command += ["--port-base", str(port_base)]
     if limit is not None:

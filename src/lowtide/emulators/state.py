@@ -46,7 +46,7 @@ class State:
         read_end, write_end = os.pipe()
         try:
             reaper = subprocess.Popen(
-                [sys.executable, "-m", "lowtide.emulators.reaper", str(directory), str(read_end)],
+                [sys.executable, "-P", "-m", "lowtide.emulators.reaper", str(directory), str(read_end)],
                 pass_fds=(read_end,),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -87,12 +87,17 @@ class Agent:
 
         async def pieces() -> AsyncIterator[bytes]:
             handle = opened["handle"]
+            coming: asyncio.Task[tuple[dict[str, Any], bytes]] | None = None
             try:
                 piece = first
                 while piece:
+                    # The next one is on its way while this one is passed on.
+                    coming = asyncio.create_task(self.ask("read", handle=handle, length=PIECE))
                     yield piece
-                    _, piece = await self.ask("read", handle=handle, length=PIECE)
+                    _, piece = await coming
             finally:
+                if coming is not None:
+                    coming.cancel()
                 with contextlib.suppress(AgentError, SandboxUnavailableError):
                     await asyncio.shield(self.ask("close", handle=handle))
 

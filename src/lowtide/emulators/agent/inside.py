@@ -139,7 +139,8 @@ def op_list(ask: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]:
             one["path"] = os.path.join(shown, name)
             found.append(one)
             if depth > 1 and one["kind"] == "directory" and one["target"] is None:
-                walk(os.path.join(directory, name), one["path"], depth - 1)
+                with contextlib.suppress(PermissionError):
+                    walk(os.path.join(directory, name), one["path"], depth - 1)
 
     walk(os.path.realpath(root), root, max(1, ask.get("depth") or 1))
     return {"entries": found}, b""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lowtide.emulators.web import Handler
 
 _PAGE = 100
+_REMEMBERED_KEYS = 10_000
 
 
 class Control:
@@ -145,6 +146,8 @@ class Control:
             reply.exception()
             raise
         reply.set_result(described)
+        while len(self._replies) > _REMEMBERED_KEYS:
+            self._replies.pop(next(iter(self._replies)))
         return described
 
     async def _make(self, body: dict[str, Any]) -> dict[str, Any]:
