@@ -27,6 +27,7 @@ REQUEST_SECONDS = 30.0
 # A watch is asked to end by itself and is taken up again, so that a connection that died without a
 # word (a laptop that slept, a lost node) is noticed within this time.
 WATCH_SECONDS = 60
+PAGE_SIZE = 500
 _TOO_OLD = 410
 
 # Sessions of the process this one was forked from: their sockets are the parent's, so they are
@@ -75,7 +76,7 @@ class Api:
 
     async def pages(self, path: str, *, params: Mapping[str, str]) -> AsyncIterator[Json]:
         """Every object of a list, page by page."""
-        query = {**params, "limit": "500"}
+        query = {**params, "limit": str(PAGE_SIZE)}
         seen: set[str] = set()
         while True:
             try:

@@ -106,9 +106,10 @@ class Objects:
             async for kind, seen in self._api.watch(self.pods(namespace), name=name, version=None):
                 if kind == "DELETED" or seen["metadata"]["uid"] != same["uid"]:
                     return True
-                if not forced and status.all_terminated(seen):
-                    # The node has reported every container dead. It would take up to ten seconds to let
-                    # go of the object; now that nothing runs, taking it away is safe.
+                if not forced and (status.all_terminated(seen) or status.never_started(seen)):
+                    # The node has reported every container dead, or that it never made one. It would take
+                    # ten seconds to a minute to let go of the object; with nothing running, taking it
+                    # away is safe.
                     forced = True
                     await self.delete(path, {"gracePeriodSeconds": 0, "preconditions": same})
         finally:

@@ -23,6 +23,9 @@ log = logging.getLogger("lowtide.kubernetes")
 V5, V4 = "v5.channel.k8s.io", "v4.channel.k8s.io"
 _STDIN, _STDOUT, _STDERR, _ERROR, _RESIZE = range(5)
 _CLOSE = 255  # v5 only: half-close of the channel in the next byte
+# SIGHUP, SIGKILL, SIGTERM: also how a command ends whose sandbox is being taken away. That is no exit
+# code of its own, so the pod is asked.
+_ENDED_WITH_ITS_SANDBOX = frozenset({129, 137, 143})
 _QUEUE_CHUNKS = 256
 _MESSAGE_BYTES = 256 << 10
 # Load balancers drop silent connections after a minute or more. The answer is not waited for: a
@@ -316,8 +319,12 @@ class PodProcess:
         if self._wrapping is not None and self._finished():
             with contextlib.suppress(BrokenPipeError):
                 await self._send(self._wrapping.quit())
-            if not self._code.done():
-                self._code.set_result(self._ends[STDOUT])
+            ended = self._ends[STDOUT]
+            gone = await self._explain() if ended in _ENDED_WITH_ITS_SANDBOX else None
+            if gone is not None:
+                self._fail(gone)
+            elif not self._code.done():
+                self._code.set_result(ended)
             return
         for number, stream in self._streams.items():
             if rest := stream.rest():

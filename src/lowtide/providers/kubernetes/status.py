@@ -77,6 +77,17 @@ def all_terminated(pod: Json) -> bool:
     return bool(statuses) and all("terminated" in (one.get("state") or {}) for one in statuses)
 
 
+def never_started(pod: Json) -> bool:
+    """No container of this pod has ever been made, and the node says why (its image, its configuration)."""
+    statuses = (pod.get("status") or {}).get("containerStatuses") or []
+    return bool(statuses) and all(
+        not one.get("containerID")
+        and not one.get("lastState")
+        and ((one.get("state") or {}).get("waiting") or {}).get("reason", "") not in _PROGRESS
+        for one in statuses
+    )
+
+
 def unschedulable(pod: Json) -> Trouble | None:
     for condition in (pod.get("status") or {}).get("conditions") or []:
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
