@@ -205,7 +205,7 @@ def explicit(defaults: SandboxDefaults | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_file() -> str:
-    from lowtide.lifecycle.home import home
+    from lowtide.machine import home
 
     return str(home() / "config.toml")
 

@@ -15,7 +15,7 @@ from isolation_attempts import ANSWER_SECONDS
 
 from lowtide import Sandbox
 from lowtide.errors import LowtideError, SandboxFileError
-from lowtide.lifecycle.home import home
+from lowtide.machine import home
 
 SECONDS = 4.0  # how long a race is tried
 

@@ -17,7 +17,7 @@ import pytest
 from isolation_attempts import ANSWER_SECONDS, HostHealth, attempt, inside_file
 
 from lowtide import Sandbox
-from lowtide.lifecycle.home import home
+from lowtide.machine import home
 from lowtide.testing.conformance.isolation import Listener
 
 

@@ -13,7 +13,7 @@ import pytest
 from isolation_attempts import ANSWER_SECONDS, HostHealth, attempt, refused
 
 from lowtide import Sandbox
-from lowtide.lifecycle.home import home
+from lowtide.machine import home
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from lowtide.cli.failures import explain
 from lowtide.cli.text import one_line, print_json
 from lowtide.engine import engine
 from lowtide.errors import LowtideError, MissingDependencyError, SandboxFailedError
-from lowtide.lifecycle.home import home
+from lowtide.machine import home
 from lowtide.providers import registry
 from lowtide.providers.base import Provider
 

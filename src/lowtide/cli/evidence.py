@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lowtide.engine import engine
-from lowtide.lifecycle.home import home
 from lowtide.lifecycle.lease import LeaseState
 from lowtide.lifecycle.protocol import lifecycle
+from lowtide.machine import home
 from lowtide.providers.base import Labels, Provider
 
 

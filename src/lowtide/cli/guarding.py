@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from lowtide.lifecycle.guardian_link import connect
-from lowtide.lifecycle.home import home
+from lowtide.machine import home
 
 _ANSWER_SECONDS = 5.0
 

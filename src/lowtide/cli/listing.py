@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from lowtide.cli.text import timestamp
 from lowtide.errors import LedgerError
-from lowtide.lifecycle.home import home
-from lowtide.lifecycle.lease import Lease, LeaseState, Owner, this_host
+from lowtide.lifecycle.lease import Lease, LeaseState, Owner
 from lowtide.lifecycle.ledger import SqliteLedger
+from lowtide.machine import home, this_host
 
 if TYPE_CHECKING:
     from lowtide.providers.base import Provider, SandboxInfo

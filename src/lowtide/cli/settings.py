@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from lowtide.defaults import Setting, config_file, settings
-from lowtide.lifecycle.home import home
+from lowtide.machine import home
 
 # Not keywords of a sandbox, so that only the environment can set them.
 _ENVIRONMENT_ONLY: dict[str, Any] = {

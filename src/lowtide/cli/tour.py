@@ -20,9 +20,9 @@ from lowtide.cli.guarding import ask_guardian
 from lowtide.cli.text import clean
 from lowtide.engine import engine
 from lowtide.errors import LowtideError, SandboxFailedError
-from lowtide.lifecycle.home import home
 from lowtide.lifecycle.lease import LeaseState
 from lowtide.lifecycle.protocol import lifecycle
+from lowtide.machine import home
 from lowtide.operation import results
 from lowtide.providers import registry
 from lowtide.providers.base import Capability, Provider, Snapshots

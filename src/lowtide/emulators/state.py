@@ -34,7 +34,7 @@ class State:
     @classmethod
     def open(cls, home: Path | None) -> Self:
         if home is None:
-            from lowtide.lifecycle.home import home as default_home
+            from lowtide.machine import home as default_home
 
             home = default_home()
         root = home / "emulators"

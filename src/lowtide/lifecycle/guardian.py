@@ -27,18 +27,11 @@ from lowtide.lifecycle import keep
 from lowtide.lifecycle.ending import end_lease, extend
 from lowtide.lifecycle.guardian_link import SOCKET, DirectoryAddress
 from lowtide.lifecycle.keep import Decision, Fate
-from lowtide.lifecycle.lease import (
-    Lease,
-    LeaseState,
-    Outcome,
-    Owner,
-    process_start_time,
-    renewal_seconds,
-    this_host,
-)
+from lowtide.lifecycle.lease import Lease, LeaseState, Outcome, Owner, renewal_seconds
 from lowtide.lifecycle.ledger import SqliteLedger
 from lowtide.lifecycle.points import point
 from lowtide.lifecycle.workers import Credentials, Workers
+from lowtide.machine import process_start_time, this_host
 
 log = logging.getLogger("lowtide.guardian")
 

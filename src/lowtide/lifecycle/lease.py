@@ -6,12 +6,13 @@ import enum
 import hashlib
 import os
 import secrets
-import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
+
+from lowtide.machine import boot_id, process_start_time, this_host
 
 if TYPE_CHECKING:
     from lowtide.providers.base import Labels
@@ -87,36 +88,6 @@ class Owner:
 @cache
 def _owner_of(pid: int) -> Owner:
     return Owner(host=this_host(), boot_id=boot_id(), pid=pid, start_time=process_start_time(pid) or 0)
-
-
-@cache
-def this_host() -> str:
-    """The machine's own id, so that two machines named alike are two."""
-    try:
-        with open("/etc/machine-id") as file:
-            machine = file.read().strip()[:12]
-    except OSError:
-        machine = ""
-    return f"{socket.gethostname()}.{machine}" if machine else socket.gethostname()
-
-
-@cache
-def boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return "unknown"
-
-
-def process_start_time(pid: int) -> int | None:
-    """Start time in clock ticks, or None when the process is gone or only its exit status is left."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,6 @@ from lowtide.errors import (
 from lowtide.lifecycle import keep, signals
 from lowtide.lifecycle.ending import end_lease, extend
 from lowtide.lifecycle.guardian_link import GuardianLink
-from lowtide.lifecycle.home import home
 from lowtide.lifecycle.keep import Decision, Fate
 from lowtide.lifecycle.lease import (
     LEASE_SECONDS,
@@ -46,6 +45,7 @@ from lowtide.lifecycle.lease import (
 )
 from lowtide.lifecycle.ledger import OPEN_STATES, Ledger, SqliteLedger
 from lowtide.lifecycle.points import point
+from lowtide.machine import home
 from lowtide.providers.base import Capability, Labels, Provider, SandboxInfo, SandboxSpec
 
 log = logging.getLogger("lowtide.lifecycle")
@@ -111,9 +111,6 @@ class Lifecycle:
         signals.install(self._end_everything)
         if self.guardian is not None:
             self.guardian.wanted(provider)
-        point("create:before-intent")
-        await self.ledger.intend(lease, durable=provider.traits.outlives_machine)
-        point("create:intended")
         held = self.held[lease.lease_id] = Held(provider, lease, spec)
         held.creating = asyncio.ensure_future(self._create(held, spec))
         self._look_after()
@@ -129,6 +126,13 @@ class Lifecycle:
 
     async def _create(self, held: Held, spec: SandboxSpec) -> SandboxInfo:
         provider, lease = held.provider, held.lease
+        point("create:before-intent")
+        try:
+            await self.ledger.intend(lease, durable=provider.traits.outlives_machine)
+        except BaseException:  # not written down: so the provider is not asked
+            self.held.pop(lease.lease_id, None)
+            raise
+        point("create:intended")
         try:
             info = await provider.create(spec)
         except (ValidationError, AuthenticationError, MissingDependencyError) as error:

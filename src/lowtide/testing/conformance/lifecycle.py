@@ -295,7 +295,7 @@ class LifecycleConformance(Conformance):
         eventually(lambda: is_gone(provider, sandbox_id), what="the end of what a dead process had made")
 
     def test_secrets_are_written_nowhere(self, make_sandbox: Callable[..., Sandbox]) -> None:
-        from lowtide.lifecycle.home import home
+        from lowtide.machine import home
 
         secret = "s3cr3t-conformance-value"
         box = make_sandbox(environment_variables={"TOKEN": secret})
