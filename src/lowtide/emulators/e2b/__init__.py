@@ -19,11 +19,12 @@ from lowtide.emulators.e2b.connect import RpcError
 from lowtide.emulators.e2b.control import Control, new_api_key
 from lowtide.emulators.e2b.files import Files
 from lowtide.emulators.e2b.filesystem import FilesystemService
+from lowtide.emulators.e2b.model import NotFound, Sandbox
 from lowtide.emulators.e2b.process import ProcessService
-from lowtide.emulators.e2b.sandboxes import NotFound, Sandbox, Sandboxes
+from lowtide.emulators.e2b.sandboxes import Sandboxes
 from lowtide.emulators.faults import FaultName
 from lowtide.emulators.ports import PortClosed, PortProxy
-from lowtide.emulators.web import HttpServer, through_proxy
+from lowtide.emulators.web import HttpServer, drop, through_proxy
 from lowtide.errors import LowtideError
 
 if TYPE_CHECKING:
@@ -203,6 +204,9 @@ class E2BEmulator:
             url = await self.ground.backing.url(sandbox.backing, port)
             return await self._ports.forward(request, url.url, headers=headers, drop=_EDGE_HEADERS)
         except PortClosed:
+            if sandbox.cut.is_set():  # it ended under the request
+                drop(request)
+                raise asyncio.CancelledError from None
             message = "The sandbox is running but port is not open"
             body = {"sandboxId": sandbox.sandbox_id, "message": message, "port": port, "code": 502}
             return web.json_response(body, status=502)

@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl
 from aiohttp import web
 
 from lowtide.emulators.e2b.metrics import sample
-from lowtide.emulators.e2b.sandboxes import (
+from lowtide.emulators.e2b.model import (
     ENVD_VERSION,
     BadRequest,
     Conflict,
@@ -81,7 +81,9 @@ class Control:
                     return _error(fault.status or 503, "Service unavailable")
             try:
                 # What was begun is done to its end, whether or not the caller is still there to hear of it.
-                return await asyncio.shield(asyncio.ensure_future(handler(request)))
+                doing = asyncio.ensure_future(handler(request))
+                doing.add_done_callback(lambda done: done.cancelled() or done.exception())
+                return await asyncio.shield(doing)
             except NotFound as error:
                 return _error(404, str(error))
             except Conflict as error:

@@ -16,7 +16,7 @@ from aiohttp import BodyPartReader, web
 
 from lowtide.emulators.agent.client import PIECE, Agent, AgentError
 from lowtide.emulators.e2b import connect
-from lowtide.emulators.e2b.sandboxes import Sandbox, UnknownUser
+from lowtide.emulators.e2b.model import Sandbox, UnknownUser
 
 if TYPE_CHECKING:
     from lowtide.emulators.e2b import E2BEmulator

@@ -12,7 +12,7 @@ from aiohttp import web
 from lowtide.emulators.agent.client import Agent, AgentError
 from lowtide.emulators.e2b import connect
 from lowtide.emulators.e2b.connect import RpcError, Stream
-from lowtide.emulators.e2b.sandboxes import Sandbox, UnknownUser
+from lowtide.emulators.e2b.model import Sandbox, UnknownUser
 from lowtide.emulators.web import drop
 from lowtide.errors import LowtideError
 

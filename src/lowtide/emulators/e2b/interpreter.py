@@ -15,7 +15,8 @@ from lowtide.errors import LowtideError
 from lowtide.providers.base import STDOUT
 
 if TYPE_CHECKING:
-    from lowtide.emulators.e2b.sandboxes import Sandbox, Sandboxes
+    from lowtide.emulators.e2b.model import Sandbox
+    from lowtide.emulators.e2b.sandboxes import Sandboxes
     from lowtide.emulators.ground import Ground
 
 PORT = 49999

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lowtide.emulators.e2b.sandboxes import Sandbox
+    from lowtide.emulators.e2b.model import Sandbox
     from lowtide.emulators.ground import Ground
 
 _PROBE = (

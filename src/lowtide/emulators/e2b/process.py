@@ -14,8 +14,9 @@ from aiohttp import web
 from lowtide.emulators.agent.client import AgentError
 from lowtide.emulators.e2b import connect
 from lowtide.emulators.e2b.connect import RpcError, Stream
-from lowtide.emulators.e2b.sandboxes import Sandbox, UnknownUser
+from lowtide.emulators.e2b.model import Sandbox, UnknownUser
 from lowtide.emulators.faults import FaultName
+from lowtide.emulators.guest import WAKE
 from lowtide.emulators.web import drop
 from lowtide.errors import LowtideError
 from lowtide.providers.base import STDERR, ProcessHandle, TerminalSize
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 # The seam does not say which pid a command has inside; a shell that becomes the command does.
 _WITH_PID = 'echo "$$"; exec "$@"'
+_WHEN_SETTLED = f"n=0; while [ ! -p {WAKE} ] && [ $n -lt 500 ]; do n=$((n+1)); sleep 0.01; done; {_WITH_PID}"
 _SIGNALS = {"SIGNAL_SIGTERM": ("TERM", 15), "SIGNAL_SIGKILL": ("KILL", 9)}
 _LOUDEST = {"TERM": "terminated", "KILL": "killed"}
 _REMEMBERED = 1000
@@ -181,6 +183,7 @@ class ProcessService:
         except (RpcError, LowtideError, UnknownUser) as error:
             await stream.open()
             return await stream.end(_as_rpc(error))
+        sandbox.settled = True
         if process.end is None:
             sandbox.processes[pid] = process
         if timeout is not None:
@@ -274,7 +277,9 @@ class ProcessService:
             **sandbox.environment,
             **{str(k): str(v) for k, v in (config.get("envs") or {}).items()},
         }
-        argv = ("/bin/sh", "-c", _WITH_PID, "sh", str(config["cmd"]), *map(str, config.get("args") or ()))
+        # The sandbox's first process may still be setting things up when the first command comes.
+        script = _WITH_PID if sandbox.settled else _WHEN_SETTLED
+        argv = ("/bin/sh", "-c", script, "sh", str(config["cmd"]), *map(str, config.get("args") or ()))
         handle = await self.ground.backing.start(
             sandbox.backing,
             argv,

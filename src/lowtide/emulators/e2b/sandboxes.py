@@ -5,117 +5,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import string
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lowtide.emulators.agent.client import Agent
-from lowtide.emulators.clock import Timer
 from lowtide.emulators.e2b import interpreter
+from lowtide.emulators.e2b.model import (
+    DEFAULT_TIMEOUT_SECONDS,
+    TEMPLATES,
+    BadRequest,
+    Conflict,
+    Lifecycle,
+    NotFound,
+    Sandbox,
+    Snapshot,
+    UnknownUser,
+    checked_timeout,
+    new_id,
+    strings,
+)
 from lowtide.emulators.guest import first_process, users_are_real
 from lowtide.errors import LowtideError
 from lowtide.providers.base import Pauses
 
 if TYPE_CHECKING:
-    from lowtide.emulators.e2b.process import GuestProcess
     from lowtide.emulators.ground import Ground
-
-ENVD_VERSION = "0.6.13"
-DEFAULT_TIMEOUT_SECONDS = 300
-LONGEST_TIMEOUT_SECONDS = 24 * 3600
-TEMPLATES = {
-    "base": "rki5dems9wqfm4r03t7g",
-    "code-interpreter-v1": "nlhz8vlwyupq845jsdg9",
-    "code-interpreter-beta": "nlhz8vlwyupq845jsdg9",
-}
-_ALPHABET = string.ascii_lowercase + string.digits
-
-
-class NotFound(Exception):
-    """No sandbox, snapshot or template with that name."""
-
-
-class Conflict(Exception):
-    """It is in a state in which that cannot be done."""
-
-
-class BadRequest(Exception):
-    """The request is wrong."""
-
-
-class UnknownUser(Exception):
-    """The sandbox has no such user."""
-
-
-def _new_id(prefix: str) -> str:
-    return prefix + "".join(secrets.choice(_ALPHABET) for _ in range(19))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lifecycle:
-    """What happens when the timeout is over."""
-
-    auto_pause: bool = False
-    keep_memory: bool = True
-    auto_resume: bool = False
-
-
-@dataclass(slots=True, kw_only=True)
-class Snapshot:
-    snapshot_id: str
-    backing_id: str
-    sandbox_id: str
-    name: str | None
-    template: str
-    created_at: float
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class Sandbox:
-    """One emulated sandbox. `backing_id` is None while it is paused without its memory."""
-
-    sandbox_id: str
-    template_id: str
-    alias: str | None
-    backing_id: str | None
-    metadata: dict[str, str]
-    environment: dict[str, str]
-    started_at: float
-    end_at: float
-    timeout: float
-    lifecycle: Lifecycle
-    network: dict[str, Any]
-    allow_internet_access: bool | None
-    envd_token: str | None
-    traffic_token: str | None
-    volume_mounts: list[dict[str, Any]] = field(default_factory=list)
-    paused: bool = False
-    frozen: bool = False
-    paused_snapshot: str | None = None
-    broken: bool = False
-    boot_id: str = field(default_factory=lambda: str(uuid.uuid4()))
-    timer: Timer | None = None
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    cut: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when every open connection into the sandbox ends: at kill and at pause. New after a resume."""
-    agents: dict[str, Agent] = field(default_factory=dict)
-    homes: dict[str, str] = field(default_factory=dict)
-    processes: dict[int, GuestProcess] = field(default_factory=dict)
-    watchers: dict[str, Any] = field(default_factory=dict)
-    interpreter: Any = None
-    metrics: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def state(self) -> str:
-        return "paused" if self.paused else "running"
-
-    @property
-    def backing(self) -> str:
-        if self.backing_id is None:
-            raise NotFound(self.sandbox_id)
-        return self.backing_id
 
 
 class Sandboxes:
@@ -153,13 +68,13 @@ class Sandboxes:
         )
         network = asked.get("network") or {}
         traffic = network.get("allowPublicTraffic") is False
-        environment = _strings(asked.get("envVars"), "envVars")
+        environment = strings(asked.get("envVars"), "envVars")
         now = round(self.ground.clock.now(), 3)  # what people get to see and send back
         timeout = checked_timeout(asked.get("timeout"))
-        metadata = _strings(asked.get("metadata"), "metadata")
+        metadata = strings(asked.get("metadata"), "metadata")
         backing = await self._make_backing(snapshot.backing_id if snapshot else None)
         sandbox = Sandbox(
-            sandbox_id=_new_id("i"),
+            sandbox_id=new_id("i"),
             template_id=snapshot.template if snapshot else TEMPLATES.get(alias, alias),
             alias=None if snapshot or alias not in TEMPLATES else alias,
             backing_id=backing,
@@ -204,7 +119,7 @@ class Sandboxes:
             now = self.ground.clock.now()
             lasting = checked_timeout(timeout) if timeout is not None else source.timeout
             made = Sandbox(
-                sandbox_id=_new_id("i"),
+                sandbox_id=new_id("i"),
                 template_id=source.template_id,
                 alias=source.alias,
                 backing_id=backing,
@@ -334,7 +249,7 @@ class Sandboxes:
         else:
             sandbox.backing_id = await self._make_backing(sandbox.paused_snapshot)
             sandbox.paused_snapshot = None  # the new sandbox stands on it
-            sandbox.boot_id = str(uuid.uuid4())
+            sandbox.boot_id, sandbox.settled = str(uuid.uuid4()), False
             self._start_interpreter(sandbox)
         sandbox.paused = sandbox.frozen = False
         sandbox.cut = asyncio.Event()
@@ -360,7 +275,7 @@ class Sandboxes:
                 raise Conflict("sandbox is paused")
             backing = await self.ground.backing.snapshot(sandbox.backing_id)
         made = Snapshot(
-            snapshot_id=_new_id("s") + ":default",
+            snapshot_id=new_id("s") + ":default",
             backing_id=backing,
             sandbox_id=sandbox_id,
             name=name,
@@ -434,21 +349,3 @@ class Sandboxes:
 
     def matching(self, accept: Callable[[Sandbox], bool], extra: Iterable[Sandbox] = ()) -> list[Sandbox]:
         return [sandbox for sandbox in (*self.table.values(), *extra) if accept(sandbox)]
-
-
-def checked_timeout(given: Any) -> float:
-    if given is None:
-        return DEFAULT_TIMEOUT_SECONDS
-    if isinstance(given, bool) or not isinstance(given, int | float) or given < 0:
-        raise BadRequest("timeout is a number of seconds, 0 or more")
-    if given > LONGEST_TIMEOUT_SECONDS:
-        raise BadRequest("Timeout cannot be greater than 24 hours")
-    return float(given)
-
-
-def _strings(given: Any, name: str) -> dict[str, str]:
-    if given is None:
-        return {}
-    if not (isinstance(given, dict) and all(isinstance(v, str) for v in given.values())):
-        raise BadRequest(f"{name} is an object of strings")
-    return dict(given)

@@ -139,7 +139,11 @@ class Context:
 
     async def execute(self, code: str, env: dict[str, str]) -> AsyncIterator[dict[str, Any]]:
         async with self.lock:
-            await self.start()
+            try:
+                await self.start()
+            except Unavailable as error:
+                yield {"type": "error", "name": "ContextUnavailable", "value": str(error), "traceback": ""}
+                return
             if env:
                 await self.quietly(environment_code(self.language, env, {}))
             number = self.client.execute(code, allow_stdin=False, stop_on_error=True)
@@ -241,8 +245,6 @@ async def post_execute(request: web.Request) -> web.StreamResponse:
             context = await default_context(NAMES.get(language, language))
         if context is None:
             return web.Response(status=404, text=f"Context {context_id} not found")
-        async with context.lock:
-            await context.start()
     except Unavailable as error:
         return web.Response(status=500, text=str(error))
     response = web.StreamResponse(headers={"Content-Type": "application/json"})
