@@ -199,7 +199,7 @@ engine.forget_in_child(_forget_all)
 
 def _run_spawner(control: int) -> int:
     python = getattr(sys, "_base_executable", None) or sys.executable
-    script = str(Path(__file__).with_name("spawner.py"))
+    script = str(Path(__file__).with_name("spawner") / "__main__.py")
     null = os.open(os.devnull, os.O_RDWR)
     errors = 2 if os.environ.get("LOWTIDE_DEBUG") else null
     try:

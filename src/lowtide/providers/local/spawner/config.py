@@ -1,0 +1,21 @@
+"""What does not change while a spawner lives."""
+
+from __future__ import annotations
+
+import ctypes
+
+
+class Config:
+    """What does not change while this spawner lives. Comes with the first message."""
+
+    base: int | None = None  # first id of the range the sandboxes run as; None: this user
+    count: int = 65536
+    own_pid_namespace: int = -1
+    point: str = ""  # where trees are staged
+    seccomp: bytes = b""
+    elf_fd: int = -1
+    seccomp_fd: int = -1
+    program: ctypes.Array[ctypes.c_char] | None = None
+
+
+config = Config()

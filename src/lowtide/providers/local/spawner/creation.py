@@ -1,0 +1,199 @@
+"""Starting a sandbox: the process that becomes bwrap, and the ids its first process gets."""
+
+from __future__ import annotations
+
+import array
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import struct
+
+from .config import config
+from .kernel import NEWNS, SYS_CLOSE_RANGE, SYS_KEYCTL, check, libc, put
+from .restrictions import default_signals, first_limits
+from .staging import write_maps
+from .wire import Fds, Message, complain, receive, send
+
+# The descriptors bwrap and the sandbox's first process find open. The first process knows READY and SELF.
+INFO, BLOCK, SECCOMP, READY, SELF, STATUS, ARGS = 3, 4, 5, 6, 7, 8, 9
+
+
+class Creation:
+    """One sandbox on its way: from the request until its first process may run."""
+
+    def __init__(self, message: Message, fds: Fds, spare: Spare | None) -> None:
+        self.message = message
+        self.reply, self.stderr, self.ready = fds
+        self.info_r, self.info_w = os.pipe()
+        self.block_r, self.block_w = os.pipe()
+        given = [self.stderr, self.info_w, self.block_r, self.ready]
+        if not (spare is not None and spare.take(message, given)):
+            Spare().take(message, given)
+        for fd in given:
+            os.close(fd)
+
+    def advance(self) -> None:
+        """bwrap said who the first process in the namespaces is: give it its ids and let it go on."""
+        try:
+            said = b""
+            while not said.rstrip().endswith(b"}"):  # bwrap writes it in pieces, and dies of a closed pipe
+                piece = os.read(self.info_r, 65536)
+                if not piece:
+                    break
+                said += piece
+            inner = json.loads(said)["child-pid"] if said else 0
+            if not inner:
+                return send(self.reply, {"error": "bwrap"})
+            write_maps(inner)
+            put(f"{self.message['dir']}/pid", b"\n" + identity(inner), os.O_WRONLY | os.O_APPEND)
+            os.write(self.block_w, b"1")
+            send(self.reply, {"inner": inner})
+        except (OSError, ValueError) as error:
+            send(self.reply, {"error": "maps", "why": str(error)})
+        finally:
+            for fd in (self.info_r, self.block_w, self.reply):
+                os.close(fd)
+
+
+class Spare:
+    """A process that waits to become the next sandbox's bwrap, already forked and already a child of init.
+
+    Forking twice is a good part of a create; this way it is done beforehand, in a quiet moment.
+    """
+
+    def __init__(self) -> None:
+        self.ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork() == 0:
+            try:
+                between = os.getpid()
+                if os.fork() == 0:
+                    # bwrap dies with its parent, and that must be init and not the one between. (An end of
+                    # file on a pipe would be too early: descriptors are closed before children are told.)
+                    while os.getppid() == between:
+                        os.sched_yield()
+                    wait_for_work(theirs)
+            finally:
+                os._exit(1)
+        theirs.close()
+
+    def take(self, message: Message, fds: Fds) -> bool:
+        data, held = json.dumps(message).encode(), list(fds)
+        if len(data) > 60_000:
+            held.append(os.memfd_create("request", os.MFD_CLOEXEC))
+            for at in range(0, len(data), 1 << 20):
+                os.write(held[-1], data[at : at + (1 << 20)])
+            data = b"M"
+        try:
+            self.ours.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", held))])
+            return True
+        except OSError:
+            return False  # it is gone: somebody killed it
+        finally:
+            self.ours.close()
+            for fd in held[len(fds) :]:
+                os.close(fd)
+
+
+def wait_for_work(own: socket.socket) -> None:
+    """In the spare: hold nothing of anybody's while waiting, leave when the spawner does."""
+    keep = sorted((0, 1, 2, own.fileno(), config.elf_fd, config.seccomp_fd))
+    for low, high in zip(keep, [*keep[1:], 0x80000000], strict=True):
+        if low + 1 <= high - 1:
+            libc.syscall(SYS_CLOSE_RANGE, low + 1, high - 1, 0)
+    work = receive(own)
+    if work is None:
+        return
+    message, (stderr, info, block, ready) = work
+    try:
+        become_bwrap(message, stderr, info, block, ready)
+    except BaseException as error:
+        complain(stderr, error)
+
+
+def become_bwrap(message: Message, stderr: int, info: int, block: int, ready: int) -> None:
+    place = message["dir"]
+    put(f"{place}/pid", identity(os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    for procs in message["cgroups"]:
+        put(procs, b"0")
+    if message["disk"]:
+        mount_disk(message["disk"])
+    os.setsid()
+    libc.syscall(SYS_KEYCTL, 1, None)  # a session keyring of its own: none of the caller's keys
+    first_limits()
+    args = os.memfd_create("args", 0)
+    os.write(args, b"\0".join(os.fsencode(a) for a in message["args"]) + b"\0")
+    os.lseek(args, 0, 0)
+    status = os.open(f"{place}/status", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    seccomp = os.open(f"/proc/self/fd/{config.seccomp_fd}", os.O_RDONLY)  # its own offset
+    null = os.open("/dev/null", os.O_RDWR)
+    wanted = (
+        null,
+        null,
+        stderr,
+        info,
+        block,
+        seccomp,
+        ready,
+        config.elf_fd,
+        status,
+        args,
+    )
+    copies = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in wanted]
+    for target, fd in enumerate(copies):
+        os.dup2(fd, target, inheritable=True)
+    libc.syscall(SYS_CLOSE_RANGE, len(wanted), 0x7FFFFFFF, 4)  # mark close-on-exec
+    default_signals()
+    if message["lifetime"]:
+        # An alarm survives exec. It ends the outer bwrap, and with it everything inside.
+        signal.setitimer(signal.ITIMER_REAL, message["lifetime"])
+    if config.base is not None:
+        os.setgroups([])
+        os.setresgid(config.base, config.base, config.base)
+        os.setresuid(config.base, config.base, config.base)
+    os.chdir("/")
+    argv = ["bwrap", "--args", str(ARGS), "--", f"/proc/self/fd/{SELF}", *message["command"]]
+    os.execve(message["bwrap"], [os.fsencode(a) for a in argv], {})  # noqa: S606
+
+
+def identity(pid: int) -> bytes:
+    with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+        return b"%d %s" % (pid, file.read(4096).rpartition(b")")[2].split()[19])
+
+
+def mount_disk(disk: Message) -> None:
+    """A filesystem of a fixed size, in a mount namespace that goes away with the sandbox."""
+    check(libc.unshare(NEWNS), "unshare")
+    check(libc.mount(None, b"/", None, 0x4000 | 0x80000, None), "make / a slave")
+    control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
+    image = os.open(disk["image"], os.O_RDWR | os.O_CLOEXEC)
+    for _ in range(64):
+        number = fcntl.ioctl(control, 0x4C82)  # LOOP_CTL_GET_FREE
+        loop = os.open(f"/dev/loop{number}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            # struct loop_config: fd, block size, loop_info64 with lo_flags = AUTOCLEAR at offset 52
+            info = bytearray(232)
+            struct.pack_into("I", info, 52, 4)
+            fcntl.ioctl(loop, 0x4C0A, struct.pack("II", image, 0) + bytes(info) + bytes(64))
+        except OSError as error:
+            os.close(loop)
+            if error.errno != errno.EBUSY:
+                raise
+            continue
+        options = 0x2 | 0x4 | 0x400  # nosuid, nodev, noatime
+        check(
+            libc.mount(f"/dev/loop{number}".encode(), disk["at"].encode(), b"ext4", options, b""),
+            "mount the disk",
+        )
+        os.close(loop)
+        break
+    else:
+        raise OSError(errno.EBUSY, "no free loop device")
+    for name in disk["make"]:
+        path = f"{disk['at']}/{name}"
+        if not os.path.isdir(path):
+            os.mkdir(path, 0o755)
+            if config.base is not None:
+                os.chown(path, config.base, config.base)

@@ -1,0 +1,173 @@
+"""The spawner's loop: takes requests, forks, reaps, reports."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import signal
+import socket
+import struct
+
+from .calls import call_inside
+from .commands import start_process, start_process_as_root
+from .config import config
+from .creation import Creation, Spare
+from .ending import terminate_tree
+from .kernel import SYS_CLOSE_RANGE, libc
+from .staging import configure, stage_more
+from .wire import Fds, Message, failure, receive, send
+
+_QUIET_SECONDS = 0.004  # without a request: then there is time to prepare the next sandbox
+
+
+class Spawner:
+    def __init__(self, control: socket.socket) -> None:
+        self.control = control
+        self.poller = select.epoll()
+        self.births_r, self.births_w = os.pipe()
+        self.creations: dict[int, Creation] = {}
+        self.spare: Spare | None = None
+        self.firsts: dict[int, int] = {}  # pid of the one that enters -> key
+        self.processes: dict[int, int] = {}  # pid of a command -> key
+        self.replies: dict[int, int] = {}  # key -> reply socket
+        self.pids: dict[int, int] = {}  # key -> pid of the command
+        self.early: dict[int, int] = {}  # exits seen before the births
+
+    def run(self) -> None:
+        wake_r, wake_w = os.pipe()
+        os.set_blocking(wake_r, False)
+        os.set_blocking(wake_w, False)
+        os.set_blocking(self.births_r, False)
+        signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        control = self.control.fileno()
+        for fd in (wake_r, self.births_r, control):
+            self.poller.register(fd, select.EPOLLIN)
+        while True:
+            waiting = self.spare is None and config.elf_fd >= 0 and not self.creations
+            events = self.poller.poll(_QUIET_SECONDS if waiting else -1)
+            if not events and waiting:
+                self.spare = Spare()
+            for fd, _ in events:
+                if fd == control:
+                    request = receive(self.control)
+                    if request is None:
+                        return
+                    self.handle(*request)
+                elif fd == wake_r:
+                    try:
+                        while os.read(wake_r, 4096):
+                            pass
+                    except BlockingIOError:
+                        pass
+                    self.reap()
+                elif fd == self.births_r:
+                    self.take_births()
+                elif fd in self.creations:
+                    self.poller.unregister(fd)
+                    self.creations.pop(fd).advance()
+
+    def handle(self, message: Message, fds: Fds) -> None:
+        op = message["op"]
+        keep: list[int] = []
+        try:
+            if op == "configure":
+                send(fds[0], configure(message, fds))
+            elif op == "create":
+                creation = Creation(message, fds, self.spare)
+                self.spare = None
+                keep = fds
+                self.creations[creation.info_r] = creation
+                self.poller.register(creation.info_r, select.EPOLLIN)
+            elif op == "exec":
+                key = message["key"]
+                if config.base is not None:
+                    self.pids[key] = pid = start_process_as_root(message, fds)
+                    self.processes[pid] = key
+                else:
+                    self.firsts[start_process(message, fds, self.births_w, key)] = key
+                self.replies[key] = fds[0]
+                keep = fds[:1]
+            elif op == "call":
+                call_inside(message, fds)
+            elif op == "stage":
+                send(fds[0], stage_more(message["tree"]))
+            elif op == "signal":
+                self.signal(message["key"], message["number"])
+            elif op == "terminate":
+                terminate_tree(message, fds)
+        except (OSError, KeyError, ValueError) as error:
+            if fds:
+                failure(fds[0], error)
+        finally:
+            for fd in fds:
+                if fd not in keep:
+                    os.close(fd)
+
+    def signal(self, key: int, number: int) -> None:
+        pid = self.pids.get(key)
+        if pid is None:
+            return
+        try:
+            os.killpg(pid, number)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.kill(pid, number)
+
+    def take_births(self) -> None:
+        try:
+            data = os.read(self.births_r, 4096)
+        except BlockingIOError:
+            return
+        for key, pid in struct.iter_unpack("qq", data):
+            self.pids[key] = pid
+            if pid in self.early:
+                self.ended(key, self.early.pop(pid))
+            else:
+                self.processes[pid] = key
+
+    def reap(self) -> None:
+        self.take_births()
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self.processes:
+                self.ended(self.processes.pop(pid), status)
+            elif pid in self.firsts:
+                key = self.firsts.pop(pid)
+                self.take_births()
+                if key in self.replies and key not in self.pids:
+                    os.close(self.replies.pop(key))  # it has said why, or was killed
+            else:
+                self.early[pid] = status
+                self.take_births()
+                if len(self.early) > 64:
+                    self.early.pop(next(iter(self.early)))
+
+    def ended(self, key: int, status: int) -> None:
+        self.pids.pop(key, None)
+        reply = self.replies.pop(key, None)
+        if reply is not None:
+            code = os.waitstatus_to_exitcode(status)
+            send(reply, {"exit": code if code >= 0 else 128 - code})
+            os.close(reply)
+
+
+def main(fd: int) -> None:
+    control = socket.socket(fileno=fd)
+    # What the embedding program left inheritable is not for sandboxes.
+    os.closerange(3, control.fileno())
+    libc.syscall(SYS_CLOSE_RANGE, control.fileno() + 1, 0x7FFFFFFF, 0)
+    os.set_inheritable(control.fileno(), False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    os.setsid()
+    gc.disable()
+    gc.freeze()
+    Spawner(control).run()

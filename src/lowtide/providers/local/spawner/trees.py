@@ -1,0 +1,114 @@
+"""Whole directories of a sandbox as a tar stream, packed and unpacked inside."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+from .opening import open_regular
+from .wire import Fds, Message, send
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+tarfile: Any = None  # the module, once a tree was asked for
+Tree: Any = None
+
+
+def load_tarfile() -> None:
+    global tarfile, Tree
+    if tarfile is not None:
+        return
+    import tarfile as module
+
+    # Names of users come from libraries that glibc would load inside, from the sandbox. Ids are enough.
+    vars(module).update(pwd=None, grp=None)
+
+    class OwnTree(module.TarFile):
+        def chown(self, *args: object, **kwargs: object) -> None:
+            """What is unpacked belongs to the sandbox's user."""
+
+        def makedev(self, member: object, path: object) -> None:
+            raise module.ExtractError("devices cannot be made in a sandbox")
+
+    tarfile, Tree = module, OwnTree
+
+
+def call_read_tree(message: Message, fds: Fds) -> None:
+    path = message["path"]
+    if not stat.S_ISDIR(os.stat(path).st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+
+    with (
+        os.fdopen(fds[2], "wb", buffering=1 << 18) as out,
+        Tree.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT, errors="surrogateescape") as tar,
+    ):
+        pack(tar, path, "", os.stat(path).st_dev)
+    send(fds[0], {"ok": True})
+
+
+def pack(tar: Any, path: str, inner: str, device: int) -> None:
+    with os.scandir(path) as found:
+        names = sorted(item.name for item in found)
+    for name in names:
+        full, arcname = f"{path}/{name}", f"{inner}/{name}" if inner else name
+        try:
+            info = os.lstat(full)
+            mode = info.st_mode
+            if stat.S_ISDIR(mode) and info.st_dev != device:
+                continue  # a mount: this machine's Python, /proc
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)):
+                continue
+            member = tar.gettarinfo(full, arcname)
+        except FileNotFoundError:
+            continue
+        if member is None:
+            continue
+        member.uid = member.gid = 0
+        if not member.isreg():
+            tar.addfile(member)
+            if member.isdir():
+                pack(tar, full, arcname, device)
+            continue
+        fd = open_regular(full, os.O_RDONLY | os.O_NOFOLLOW)
+        with os.fdopen(fd, "rb") as file:
+            size = os.fstat(fd).st_size
+            member.size = size
+            tar.addfile(member, Padded(file, size))
+
+
+class Padded:
+    """A file that may shrink while it is packed: the archive stays whole."""
+
+    def __init__(self, file: Any, size: int) -> None:
+        self.file, self.left = file, size
+
+    def read(self, count: int) -> bytes:
+        count = min(count, self.left)
+        data: bytes = self.file.read(count)
+        self.left -= count
+        return data + bytes(count - len(data))
+
+
+def call_write_tree(message: Message, fds: Fds) -> None:
+    os.makedirs(message["path"], 0o755, exist_ok=True)
+    os.chdir(message["path"])
+    try:
+        with os.fdopen(fds[2], "rb", buffering=1 << 18) as source:
+            with Tree.open(fileobj=source, mode="r|", errors="surrogateescape", errorlevel=1) as tar:
+                tar.extraction_filter = staticmethod(lambda member, _path: member)
+                for member in tar:
+                    name = os.path.normpath("/" + member.name).lstrip("/")
+                    if not name:
+                        continue
+                    member.name = name
+                    if member.ischr() or member.isblk():
+                        continue
+                    tar.extract(member, ".", set_attrs=True)
+            while source.read(1 << 18):
+                pass
+    except tarfile.TarError as error:
+        raise OSError(errno.EINVAL, f"not a whole tar archive: {error}") from None
+    send(fds[0], {"ok": True})
