@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -241,3 +242,29 @@ def test_emulate_prints_what_to_export_and_ends_on_ctrl_c(tmp_path: Path) -> Non
     assert serving.wait(60) == 0
     serving.stdout.close()
     assert list((tmp_path / "emulators").iterdir()) == []
+
+
+def test_creates_under_way_at_the_end_leave_nothing(tmp_path: Path) -> None:
+
+    sdk = pytest.importorskip("e2b")
+    handle = lowtide.emulators.start("e2b", home=tmp_path, plain=True)
+    options: dict[str, Any] = {**options_of(handle), "retries": 0}
+    stopped = threading.Event()
+
+    def keep_creating() -> None:
+        while not stopped.is_set():
+            try:
+                sdk.Sandbox.create(**options)
+            except Exception:
+                return
+
+    creators = [threading.Thread(target=keep_creating) for _ in range(6)]
+    for creator in creators:
+        creator.start()
+    eventually(lambda: handle.state()["backing"] >= 3, "creates are under way")
+    handle.close()
+    stopped.set()
+    for creator in creators:
+        creator.join(120)
+    assert list((tmp_path / "emulators").iterdir()) == []
+    assert processes_with(str(tmp_path)) == []

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowtide.errors import LowtideError, ResourceExhaustedError
+from lowtide.errors import LowtideError, ResourceExhaustedError, SandboxUnavailableError
 from lowtide.providers.base import (
     Labels,
     Limits,
@@ -42,6 +42,9 @@ class Backing:
         self.limit = limit
         self._held: set[str] = set()
         self._making = 0
+        self._closing = False
+        self._none_in_flight = asyncio.Event()
+        self._none_in_flight.set()
 
     @property
     def count(self) -> int:
@@ -62,6 +65,8 @@ class Backing:
         """A new sandbox with its own network, ready for commands. ResourceExhaustedError at the limit."""
         if counted and self.count >= self.limit:
             raise ResourceExhaustedError(f"this emulator holds its limit of {self.limit} sandboxes")
+        if self._closing:
+            raise SandboxUnavailableError("the emulator is ending")
         name = secrets.token_hex(13)
         spec = SandboxSpec(
             labels=Labels(lease_id=name, ledger_id="emulator", owner=f"emulator-{os.getpid()}"),
@@ -75,11 +80,14 @@ class Backing:
             options=options,
         )
         self._making += 1
+        self._none_in_flight.clear()
         try:
             info = await self.provider.create(spec)
             self._held.add(info.sandbox_id)
         finally:
             self._making -= 1
+            if not self._making:
+                self._none_in_flight.set()
         try:
             await self.provider.wait_ready(info.sandbox_id)
         except BaseException:
@@ -126,29 +134,37 @@ class Backing:
     async def delete_snapshot(self, snapshot_id: str) -> bool:
         return await self.provider.delete_snapshot(snapshot_id)
 
-    async def aclose(self) -> None:
-        """End every sandbox, then let the provider go."""
-        await end_all(self.provider)
-        self._held.clear()
-        await self.provider.aclose()
+    async def aclose(self) -> bool:
+        """End every sandbox, then let the provider go. True when nothing is left."""
+        self._closing = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(30):  # a create under way would outlive the list of what to end
+                await self._none_in_flight.wait()
+        try:
+            return await end_all(self.provider)
+        finally:
+            self._held.clear()
+            await self.provider.aclose()
 
 
-async def destroy_all(directory: Path) -> None:
-    """End everything a dead emulator left under `directory`."""
+async def destroy_all(directory: Path) -> bool:
+    """End everything a dead emulator left under `directory`. True when nothing is left."""
     provider = local_provider(directory)
     try:
-        await end_all(provider)
+        return await end_all(provider)
     finally:
         await provider.aclose()
 
 
-async def end_all(provider: LocalProvider) -> None:
-    """End every sandbox, try each that refuses once more, then remove the snapshots."""
-    for _ in range(2):
+async def end_all(provider: LocalProvider) -> bool:
+    """End every sandbox, trying again what refuses, then remove the snapshots. True when no sandbox is left."""
+    for _ in range(3):
         ids = [info.sandbox_id async for info in provider.list({})]
         if not ids:
             break
         await asyncio.gather(*(provider.destroy(sandbox_id) for sandbox_id in ids), return_exceptions=True)
+    else:
+        return not [info async for info in provider.list({})]
     # A snapshot below another one can only go after it.
     remaining = list(await provider.list_snapshots())
     while remaining:
@@ -159,3 +175,4 @@ async def end_all(provider: LocalProvider) -> None:
                 remaining.remove(snapshot_id)
         if len(remaining) == before:
             break
+    return True

@@ -219,12 +219,14 @@ class Ground:
             closing.append(self._gate.aclose())
         self.emulators, self._gate, self._servers = {}, None, []
         await asyncio.gather(*closing, return_exceptions=True)
+        nothing_left = not hasattr(self, "backing")
         try:
-            if hasattr(self, "backing"):
-                await self.backing.aclose()
+            if not nothing_left:
+                nothing_left = await self.backing.aclose()
         finally:
             if hasattr(self, "state"):
-                await asyncio.to_thread(self.state.close)
+                # What could not be ended stays written down, and the reaper tries it again.
+                await asyncio.to_thread(self.state.close, remove=nothing_left)
 
 
 @dataclass(slots=True)

@@ -63,12 +63,13 @@ class State:
         if stale:
             threading.Thread(target=sweep_stale, args=(stale,), name="lowtide-sweep", daemon=True).start()
 
-    def close(self) -> None:
-        """Remove the directory and let the reaper go. The sandboxes have been ended before."""
+    def close(self, *, remove: bool) -> None:
+        """Let the reaper go; `remove` the directory when every sandbox in it has been ended."""
         if self._closed:
             return
         self._closed = True
-        remove_tree(self.directory)
+        if remove:
+            remove_tree(self.directory)
         os.close(self._lock)
         os.close(self._alive)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -96,8 +97,8 @@ def sweep(directory: Path) -> None:
 
     from lowtide.emulators.backing import destroy_all
 
-    asyncio.run(destroy_all(directory))
-    remove_tree(directory)
+    if asyncio.run(destroy_all(directory)):
+        remove_tree(directory)
 
 
 def remove_tree(directory: Path) -> None:
