@@ -1,0 +1,75 @@
+"""Ports and the network of a container."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from collections.abc import AsyncIterator
+
+import pytest
+from tests.container_engine import Boxes, both_engines, boxes_on
+
+from lowtide.providers.base import Network, NetworkMode, ProcessSpec
+
+FULL, NONE = Network(mode=NetworkMode.FULL), Network(mode=NetworkMode.NONE)
+
+
+@pytest.fixture(params=both_engines)
+async def boxes(request: pytest.FixtureRequest) -> AsyncIterator[Boxes]:
+    async with boxes_on(request.param) as boxes:
+        yield boxes
+
+
+async def _fetch(url: str) -> bytes:
+    """Waits for a server that is just starting."""
+
+    def attempt() -> bytes:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            body: bytes = answer.read()
+            return body
+
+    for _ in range(100):
+        try:
+            return await asyncio.to_thread(attempt)
+        except OSError:
+            await asyncio.sleep(0.1)
+    return await asyncio.to_thread(attempt)
+
+
+@pytest.mark.parametrize(
+    ("network", "ports", "listen"),
+    [
+        pytest.param(FULL, (8000,), "0.0.0.0", id="published"),
+        pytest.param(FULL, (), "127.0.0.1", id="not-declared-and-on-loopback"),
+        pytest.param(NONE, (), "127.0.0.1", id="without-a-network"),
+        pytest.param(NONE, (8000,), "127.0.0.1", id="declared-without-a-network"),
+    ],
+)
+async def test_a_server_inside_can_be_reached(
+    boxes: Boxes, network: Network, ports: tuple[int, ...], listen: str
+) -> None:
+    box = await boxes.make(network=network, ports=ports, working_dir="/srv")
+
+    async def page() -> AsyncIterator[bytes]:
+        yield b"x" * 3_000_000
+
+    await boxes.provider.write_file(box, "/srv/page", page())
+    server = ("python3", "-m", "http.server", "--bind", listen, "8000")
+    handle = await boxes.provider.start_process(box, ProcessSpec(argv=server))
+    url = (await boxes.provider.url(box, 8000)).url
+    assert url.startswith("http://127.0.0.1:")
+    bodies = await asyncio.gather(*(_fetch(f"{url}/page") for _ in range(5)))
+    assert [len(body) for body in bodies] == [3_000_000] * 5
+    await handle.terminate(0.0)
+
+
+async def test_a_port_on_which_nobody_listens_closes_the_connection(boxes: Boxes) -> None:
+    box = await boxes.make()
+    url = (await boxes.provider.url(box, 9)).url
+    with pytest.raises(OSError):
+        await asyncio.to_thread(urllib.request.urlopen, url, timeout=20)
+
+
+async def test_without_a_network_there_is_only_loopback(boxes: Boxes) -> None:
+    box = await boxes.make()
+    assert (await boxes.run(box, "ls", "/sys/class/net"))[1].split() == ["lo"]
