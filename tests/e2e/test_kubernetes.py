@@ -166,6 +166,21 @@ async def test_a_main_command_that_does_not_exist_says_so(node: Node) -> None:
     assert not isinstance(caught.value, TimeoutError)
 
 
+async def test_a_pod_the_node_cannot_make_fails_with_the_nodes_words(node: Node) -> None:
+    """A volume that cannot be mounted shows in no status, only in events."""
+    from lowtide.providers.kubernetes import manifest
+
+    spec = node.spec()
+    body = manifest.pod(spec, default_image=IMAGE)
+    body["spec"]["volumes"] = [{"name": "v", "secret": {"secretName": "lowtide-no-such-secret"}}]
+    body["spec"]["containers"][0]["volumeMounts"] = [{"name": "v", "mountPath": "/v"}]
+    await node.kube("POST", pods(), body)
+    info = await node.create(spec)
+    with pytest.raises(errors.SandboxFailedError, match="lowtide-no-such-secret") as caught:
+        await asyncio.wait_for(node.provider.wait_ready(info.sandbox_id), 120)
+    assert caught.value.reason == "FailedMount"
+
+
 async def test_an_unknown_runtime_class_is_refused_and_leaves_nothing(node: Node) -> None:
     spec = node.spec(options=KubernetesOptions(runtime_class="no-such-class"), network=None)
     with pytest.raises(errors.SandboxFailedError, match="no-such-class"):

@@ -114,7 +114,7 @@ class Api:
                 version = current["metadata"]["resourceVersion"]
                 yield "MODIFIED", current
             try:
-                async for kind, thing in self._watch_once(path, name, version):
+                async for kind, thing in self._watch_once(path, f"metadata.name={name}", version):
                     if kind == "ERROR":
                         version = None
                         break
@@ -124,15 +124,26 @@ class Api:
             except (aiohttp.ClientError, ConnectionError, TimeoutError, ValueError):
                 version = None  # cut off: read it again, and fail there when the server is away
 
-    async def _watch_once(self, path: str, name: str, version: str) -> AsyncIterator[tuple[str, Json]]:
+    async def events(self, namespace: str, name: str) -> AsyncIterator[Json]:
+        """What the cluster says about one pod, what it has said first. Never ends by itself."""
+        path = f"/api/v1/namespaces/{namespace}/events"
+        while True:
+            async for kind, event in self._watch_once(path, f"involvedObject.name={name}", None):
+                if kind in ("ADDED", "MODIFIED"):
+                    yield event
+
+    async def _watch_once(
+        self, path: str, selector: str, version: str | None
+    ) -> AsyncIterator[tuple[str, Json]]:
         session, client = await self._session()
         params = {
             "watch": "1",
-            "fieldSelector": f"metadata.name={name}",
-            "resourceVersion": version,
+            "fieldSelector": selector,
             "timeoutSeconds": str(WATCH_SECONDS),
             "allowWatchBookmarks": "true",
         }
+        if version is not None:
+            params["resourceVersion"] = version
         async with session.get(
             self._url(client, path),
             params=params,

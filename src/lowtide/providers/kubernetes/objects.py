@@ -20,6 +20,9 @@ log = logging.getLogger("lowtide.kubernetes")
 Json = dict[str, Any]
 
 _START_SECONDS = 2.0
+_QUIET_SECONDS = 1.5
+_STUCK = frozenset({"FailedCreatePodSandBox", "FailedMount", "FailedAttachVolume", "NetworkNotReady"})
+_STUCK_TIMES = 3
 _NUDGE_SECONDS = 3.0
 
 
@@ -134,6 +137,27 @@ class Objects:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def stuck(self, namespace: str, name: str) -> status.Trouble:
+        """Returns when the node has failed to make the pod again and again.
+
+        A pod without network or volumes shows no reason in its status: it is "creating" for as long as
+        the node tries. Only events tell. A single failure is common and heals, so it takes several.
+        """
+        await asyncio.sleep(_QUIET_SECONDS)
+        failures: dict[str, tuple[str, int]] = {}
+        try:
+            async for event in self._api.events(namespace, name):
+                reason = str(event.get("reason"))
+                if reason not in _STUCK:
+                    continue
+                failures[event["metadata"]["name"]] = (reason, int(event.get("count") or 1))
+                if sum(count for seen, count in failures.values() if seen == reason) >= _STUCK_TIMES:
+                    return status.Trouble(reason=reason, message=str(event.get("message")))
+        except ApiError as error:
+            log.info("no events of %s/%s can be read: %s", namespace, name, error)
+        never: asyncio.Future[status.Trouble] = asyncio.get_running_loop().create_future()
+        return await never  # without that right nobody says
 
     async def last_event(self, namespace: str, name: str) -> Json | None:
         ends = ("Evicted", "Preempted", "TaintManagerEviction", "NodeShutdown", "Killing", "DeadlineExceeded")

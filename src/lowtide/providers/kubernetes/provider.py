@@ -179,31 +179,44 @@ class KubernetesProvider:
 
     async def wait_ready(self, sandbox_id: str) -> SandboxInfo:
         namespace, name = self._split(sandbox_id)
-        patience = self._patience.pop(sandbox_id, 0.0)
-        limit = asyncio.timeout(None)
-        stuck: status.Trouble | None = None
+        running = asyncio.ensure_future(self._until_running(namespace, name, sandbox_id))
+        stuck = asyncio.ensure_future(self._objects.stuck(namespace, name))
         try:
             with mapped(sandbox_id):
-                async with limit:
-                    async for kind, pod in self._api.watch(
-                        self._objects.pods(namespace), name=name, version=self._versions.pop(sandbox_id, None)
-                    ):
-                        if kind == "DELETED":
-                            raise await self._gone(namespace, name, sandbox_id)
-                        if status.running(pod):
-                            return self._info(pod, sandbox_id)
-                        stuck = status.unschedulable(pod)
-                        if stuck is not None and patience > 0:
-                            if limit.when() is None:
-                                limit.reschedule(asyncio.get_running_loop().time() + patience)
-                            continue
-                        limit.reschedule(None)
-                        if (problem := status.trouble(pod)) is not None:
-                            raise self._failed(problem, sandbox_id)
-        except errors.RequestTimeoutError:
-            if stuck is None or not limit.expired():
+                await asyncio.wait((running, stuck), return_when=asyncio.FIRST_COMPLETED)
+                if running.done():
+                    return running.result()
+                raise self._failed(stuck.result(), sandbox_id)
+        finally:
+            for task in (running, stuck):
+                task.cancel()
+            await asyncio.gather(running, stuck, return_exceptions=True)
+
+    async def _until_running(self, namespace: str, name: str, sandbox_id: str) -> SandboxInfo:
+        patience = self._patience.pop(sandbox_id, 0.0)
+        limit = asyncio.timeout(None)
+        homeless: status.Trouble | None = None
+        try:
+            async with limit:
+                async for kind, pod in self._api.watch(
+                    self._objects.pods(namespace), name=name, version=self._versions.pop(sandbox_id, None)
+                ):
+                    if kind == "DELETED":
+                        raise await self._gone(namespace, name, sandbox_id)
+                    if status.running(pod):
+                        return self._info(pod, sandbox_id)
+                    homeless = status.unschedulable(pod)
+                    if homeless is not None and patience > 0:
+                        if limit.when() is None:
+                            limit.reschedule(asyncio.get_running_loop().time() + patience)
+                        continue
+                    limit.reschedule(None)
+                    if (problem := status.trouble(pod)) is not None:
+                        raise self._failed(problem, sandbox_id)
+        except TimeoutError:
+            if homeless is None or not limit.expired():
                 raise
-            raise self._failed(stuck, sandbox_id) from None
+            raise self._failed(homeless, sandbox_id) from None
         raise AssertionError("a watch does not end")
 
     async def list(self, labels: Mapping[str, str]) -> AsyncIterator[SandboxInfo]:
