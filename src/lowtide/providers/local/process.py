@@ -194,22 +194,31 @@ class LocalProcess:
             await self._client.tell({"op": "signal", "key": self._key, "number": number})
 
     async def terminate(self, grace_seconds: float) -> None:
+        # Asked again while the command lives: a process that is just executing another program shows
+        # an empty environment, so one look for the mark can miss it.
+        until = self._loop.time() + grace_seconds + 10
+        while not self._exit.done() and self._loop.time() < until:
+            await self._terminate_once(grace_seconds)
+            await asyncio.wait([self._exit], timeout=0.2)
+        if self._exit.done():
+            await self._terminate_once(grace_seconds)  # what outlived the command
+
+    async def _terminate_once(self, grace_seconds: float) -> None:
         pidfd = self._inner.open()
-        if pidfd is not None:
-            try:
-                message = {
-                    "op": "terminate",
-                    "mark": self._mark,
-                    "grace": grace_seconds,
-                    "flags": self._flags,
-                }
-                with await self._client.request(message, [pidfd]) as reply:
-                    await reply.next()
-            finally:
-                os.close(pidfd)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(10):
-                await asyncio.wait([self._exit])
+        if pidfd is None:
+            await asyncio.wait([self._exit], timeout=10)
+            return
+        try:
+            message = {
+                "op": "terminate",
+                "mark": self._mark,
+                "grace": grace_seconds,
+                "flags": self._flags,
+            }
+            with await self._client.request(message, [pidfd]) as reply:
+                await reply.next()
+        finally:
+            os.close(pidfd)
 
     async def aclose(self) -> None:
         if not self._exit.done():
