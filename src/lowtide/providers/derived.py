@@ -197,8 +197,8 @@ stat -c %f -- "$1" >/dev/null || exit 1
 
 _LIST = """LC_ALL=C; export LC_ALL
 [ -d "$1" ] || { stat -L -c %f -- "$1" >/dev/null || exit 1; echo "Not a directory" >&2; exit 1; }
+ls -a -- "$1" >/dev/null || exit 1
 cd -- "$1" || exit 1
-ls -a >/dev/null || exit 1
 exec find . ! -name . -prune -exec /bin/sh -c "$2" sh {} +"""
 
 _MAKE_DIR = """LC_ALL=C; export LC_ALL
