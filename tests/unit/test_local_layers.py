@@ -139,7 +139,7 @@ async def test_an_imported_image_is_what_the_sandbox_runs_on(provider: LocalProv
     assert [entry.name for entry in await provider.list_dir(made.sandbox_id, "/old")] == ["b"]
     assert await read(provider, made.sandbox_id, "/etc/new") == b"new"
     assert (await provider.stat(made.sandbox_id, "/work")).kind == "directory"
-    assert provider._known[made.sandbox_id].environment["FROM"] == "image"
+    assert provider._entrance.known(made.sandbox_id).environment["FROM"] == "image"
     with pytest.raises(ValidationError, match="in use"):
         provider.images.remove("team/app:1")
     await provider.destroy(made.sandbox_id)

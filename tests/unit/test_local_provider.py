@@ -326,8 +326,8 @@ async def test_another_process_sees_enters_and_ends_it(provider: LocalProvider) 
 
 async def test_the_sandbox_outlives_its_spawner(provider: LocalProvider, sandbox: str) -> None:
     process = await provider.start_process(sandbox, ProcessSpec(argv=("sleep", "1000")))
-    assert provider._client is not None
-    os.kill(provider._client._pid, signal.SIGKILL)
+    assert provider._workshop.client is not None
+    os.kill(provider._workshop.client._pid, signal.SIGKILL)
     with pytest.raises(SandboxUnavailableError):
         await process.wait()
     for _ in range(50):

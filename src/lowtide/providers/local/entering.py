@@ -1,0 +1,191 @@
+"""Entering live sandboxes: what is known of each, commands in it, calls answered from inside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lowtide.providers.base import STDERR, STDOUT, NetworkMode, ProcessSpec
+from lowtide.providers.local import destroy
+from lowtide.providers.local.place import Place, ProcessMark
+from lowtide.providers.local.process import LocalProcess, gone
+from lowtide.providers.local.spawner_client import Message, Reply
+from lowtide.providers.local.workshop import Workshop
+
+_MARKER = "LOWTIDE_PROCESS"
+# Namespaces to join: user, pid, mount, ipc, uts, cgroup; and the network where it is the sandbox's own.
+_NAMESPACES, _FILE_NAMESPACES, _NETWORK = 0x3E020000, 0x10020000, 0x40000000
+
+
+class Known:
+    """What entering a live sandbox takes."""
+
+    __slots__ = ("environment", "flags", "inner", "network", "pids", "procs", "working_dir")
+
+    def __init__(
+        self,
+        *,
+        inner: ProcessMark,
+        environment: dict[str, str],
+        working_dir: str,
+        pids: int | None,
+        network: bool,
+        groups: Sequence[str],
+    ) -> None:
+        self.inner, self.environment, self.working_dir = inner, environment, working_dir
+        self.pids, self.network = pids, network
+        self.procs = [f"{group}/cgroup.procs" for group in groups]
+        self.flags = _NAMESPACES | (0 if network else _NETWORK)
+
+
+class Entrance:
+    """The way into the sandboxes of one provider."""
+
+    def __init__(self, workshop: Workshop, place_of: Callable[[str], Place]) -> None:
+        self._workshop, self._place_of = workshop, place_of
+        self._known: dict[str, Known] = {}
+        self._null = -1
+
+    def add(self, sandbox_id: str, known: Known) -> None:
+        self._known[sandbox_id] = known
+
+    def forget(self, sandbox_id: str) -> None:
+        self._known.pop(sandbox_id, None)
+
+    def known(self, sandbox_id: str) -> Known:
+        """Raises SandboxGone."""
+        known = self._known.get(sandbox_id)
+        if known is None:
+            known = self._known[sandbox_id] = self._learn(sandbox_id)
+        return known
+
+    def _learn(self, sandbox_id: str) -> Known:
+        """A sandbox that another process made."""
+        place = self._place_of(sandbox_id)
+        spec = place.spec()
+        if spec is None:
+            raise gone(sandbox_id, f"there is no sandbox {sandbox_id} any more", reason="deleted")
+        _, inner = place.processes()
+        if inner is None or not place.alive(spec):
+            info = place.info()
+            raise gone(sandbox_id, f"the sandbox has ended: {info.reason if info else 'deleted'}")
+        main = destroy.main_process(inner.pid)
+        environment = {}
+        with contextlib.suppress(OSError):
+            for item in Path(f"/proc/{main}/environ").read_bytes().split(b"\0"):
+                key, equals, value = item.partition(b"=")
+                if equals:
+                    environment[os.fsdecode(key)] = os.fsdecode(value)
+        return Known(
+            inner=inner,
+            environment=environment,
+            working_dir=spec["working_dir"],
+            pids=spec["pids"],
+            network=spec["network"] == NetworkMode.FULL,
+            groups=spec["cgroups"],
+        )
+
+    def inside(self, sandbox_id: str) -> Inside:
+        return Inside(self, self._workshop, sandbox_id)
+
+    async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> LocalProcess:
+        known = self.known(sandbox_id)
+        client = await self._workshop.start()
+        pidfd = known.inner.open()
+        if pidfd is None:
+            raise gone(sandbox_id)
+        mark, key = secrets.token_hex(8), client.new_key()
+        theirs: list[int] = []
+        ours: list[int] = []
+        streams: dict[int, int] = {}
+        stdin: int | None = None
+        try:
+            if spec.tty is None:
+                if spec.stdin:
+                    stdin_r, stdin = self._pipe(write_here=True)
+                    theirs.append(stdin_r)
+                    ours.append(stdin)
+                else:
+                    if self._null < 0:
+                        self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+                    theirs.append(self._null)
+                for stream in (STDOUT, STDERR):
+                    here, there = self._pipe(write_here=False)
+                    streams[here] = stream
+                    theirs.append(there)
+                    ours.append(here)
+            message: Message = {
+                "op": "exec",
+                "key": key,
+                "argv": spec.argv,
+                "env": known.environment,
+                "own_env": {**spec.environment, _MARKER: mark},
+                "cwd": spec.cwd or known.working_dir,
+                "user": spec.user,
+                "tty": [spec.tty.columns, spec.tty.rows] if spec.tty else None,
+                "nproc": self._workshop.nproc(known.pids),
+                "cgroups": known.procs,
+                "flags": known.flags,
+            }
+            reply = await client.request(message, [pidfd, *theirs])
+        except BaseException:
+            for fd in ours:
+                os.close(fd)
+            raise
+        finally:
+            os.close(pidfd)
+            for fd in theirs:
+                if fd != self._null:
+                    os.close(fd)
+        process = LocalProcess(
+            client=client,
+            reply=reply,
+            key=key,
+            mark=mark,
+            inner=known.inner,
+            flags=known.flags,
+            sandbox_id=sandbox_id,
+            streams=streams,
+            stdin=stdin,
+        )
+        if spec.tty is not None:
+            await process.terminal_ready()
+        return process
+
+    def _pipe(self, *, write_here: bool) -> tuple[int, int]:
+        """A pipe; the sandbox's end belongs to its root, so that /dev/stdout can be opened again."""
+        read, write = os.pipe()
+        os.set_blocking(write if write_here else read, False)
+        owner = self._workshop.owner
+        if owner is not None:
+            os.fchown(read, owner, owner)
+        return read, write
+
+    def close(self) -> None:
+        if self._null >= 0:
+            os.close(self._null)
+            self._null = -1
+
+
+class Inside:
+    """Runs the spawner's calls in one sandbox."""
+
+    def __init__(self, entrance: Entrance, workshop: Workshop, sandbox_id: str) -> None:
+        self._entrance, self._workshop, self.sandbox_id = entrance, workshop, sandbox_id
+
+    async def __call__(self, call: str, fds: list[int], **details: Any) -> Reply:
+        known = self._entrance.known(self.sandbox_id)
+        client = await self._workshop.start()
+        pidfd = known.inner.open()
+        if pidfd is None:
+            raise gone(self.sandbox_id)
+        flags = _FILE_NAMESPACES | (_NETWORK if call == "sockets" and not known.network else 0)
+        try:
+            message = {"op": "call", "call": call, "cgroups": known.procs, "flags": flags, **details}
+            return await client.request(message, [pidfd, *fds])
+        finally:
+            os.close(pidfd)

@@ -1,0 +1,200 @@
+"""Making one sandbox: its directory, its groups and its disk, then its first process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+
+from lowtide.errors import SandboxFailedError
+from lowtide.providers.base import NetworkMode, SandboxSpec
+from lowtide.providers.local import bwrap, cgroups, disk
+from lowtide.providers.local.foundation import Foundation
+from lowtide.providers.local.place import Place, ProcessMark, boot_id
+from lowtide.providers.local.spawner_client import Message, SpawnerClient, readable
+from lowtide.providers.local.workshop import Workshop
+
+
+class Launch:
+    """One create. `make_place` comes first: from then on the sandbox can be found and destroyed."""
+
+    def __init__(
+        self,
+        workshop: Workshop,
+        client: SpawnerClient,
+        place: Place,
+        spec: SandboxSpec,
+        foundation: Foundation,
+    ) -> None:
+        self.workshop, self.client, self.place = workshop, client, place
+        self.spec, self.foundation = spec, foundation
+        self.network = spec.network is not None and spec.network.mode is NetworkMode.FULL
+        by_rlimit = frozenset() if workshop.owner is not None else frozenset({"pids"})
+        self.groups = cgroups.plan(spec.lease_id, spec.limits, without=by_rlimit)
+        if spec.limits.disk_bytes is not None:
+            disk.check(workshop.owner)
+
+    def make_place(self) -> bool:
+        """The directory and what is written in it, before any process runs. False: it is already there."""
+        place, spec, foundation = self.place, self.spec, self.foundation
+        try:
+            os.mkdir(place.path, 0o700)
+        except FileExistsError:
+            return False
+        now = time.time()
+        limited = spec.limits.disk_bytes is not None
+        record = {
+            "labels": spec.labels.as_dict(),
+            "created_at": now,
+            "expires_at": now + spec.lifetime_seconds if spec.lifetime_seconds else None,
+            "boot_id": boot_id(),
+            "network": (spec.network.mode if spec.network else NetworkMode.NONE).value,
+            "command": spec.command is not None,
+            "working_dir": self.working_dir,
+            "cgroups": [str(group.path) for group in self.groups],
+            "pids": spec.limits.pids,
+            "disk": self.client.translate(f"{place.path}/disk") if limited else None,
+            "foundation": dict(foundation.record),
+        }
+        draft = f"{place.path}/.spec"
+        with open(draft, "w") as file:
+            json.dump(record, file)
+        os.rename(draft, f"{place.path}/spec.json")
+        if not limited:
+            for name in _trees(foundation):
+                self._own_dir(f"{place.path}/{name}")
+            if self.network:
+                self._own_dir(f"{place.path}/root/etc")
+                with contextlib.suppress(OSError), open(f"{place.path}/root/etc/resolv.conf", "wb") as file:
+                    file.write(Path("/etc/resolv.conf").read_bytes())
+        if self.workshop.owner is not None:
+            os.chown(place.path, self.workshop.owner, self.workshop.owner)
+        return True
+
+    def _own_dir(self, path: str) -> None:
+        os.mkdir(path, 0o755)
+        if self.workshop.owner is not None:
+            os.chown(path, self.workshop.owner, self.workshop.owner)
+
+    async def run(self) -> ProcessMark:
+        """Everything else. On an exception the caller destroys what is there."""
+        cgroups.make(self.groups)
+        if self.spec.limits.disk_bytes is not None:
+            await asyncio.to_thread(disk.make, self.place.path, self.spec.limits.disk_bytes)
+        for tree in self.foundation.foreign:
+            await self.workshop.stage(tree)
+        ready_r, ready_w = os.pipe()
+        errors_r, errors_w = os.pipe()
+        os.set_blocking(ready_r, False)
+        try:
+            try:
+                reply = await self.client.request(self._message(), [errors_w, ready_w])
+            finally:
+                os.close(ready_w)
+                os.close(errors_w)
+            with reply:
+                said = await _first_words(ready_r, until_end=self.spec.command is not None)
+                answer = await reply.next()
+            if said[:1] == b"R" and answer is not None and "inner" in answer[0]:
+                if said[1:2] == b"E":
+                    raise SandboxFailedError(
+                        f"the main command cannot be run: {self.spec.command[0] if self.spec.command else ''}",
+                        provider="local",
+                        sandbox_id=self.place.sandbox_id,
+                        reason="command",
+                    )
+                _, inner = self.place.processes()
+                if inner is not None:
+                    return inner
+            raise self._failure(_drain(errors_r), answer)
+        finally:
+            os.close(ready_r)
+            os.close(errors_r)
+
+    def _message(self) -> Message:
+        place, spec, foundation, translate = self.place, self.spec, self.foundation, self.client.translate
+        top = f"{place.path}/disk" if spec.limits.disk_bytes is not None else str(place.path)
+        overlays = [bwrap.Overlay(at="/", lowers=foundation.root, upper=f"{top}/root", work=f"{top}/work")]
+        if foundation.usr is not None:
+            overlays.append(
+                bwrap.Overlay(at="/usr", lowers=foundation.usr, upper=f"{top}/usr", work=f"{top}/usrwork")
+            )
+        environment = self.environment
+        nproc = str(self.workshop.nproc(spec.limits.pids))
+        command = ["run", nproc, environment["PATH"], *spec.command] if spec.command else ["idle", nproc]
+        assert self.workshop.bwrap is not None
+        return {
+            "op": "create",
+            "bwrap": translate(self.workshop.bwrap.path),
+            "dir": translate(str(place.path)),
+            "args": bwrap.arguments(
+                overlays=overlays,
+                read_only=foundation.read_only,
+                environment=environment,
+                hostname=place.sandbox_id[-12:].strip("-._") or "sandbox",
+                working_dir=self.working_dir,
+                network=self.network,
+                # The kernel shows key names by user id, and an ordinary user's sandbox has the user's.
+                hidden=("/proc/keys", "/proc/key-users") if self.workshop.owner is None else (),
+                translate=translate,
+            ),
+            "command": command,
+            "cgroups": [f"{group.path}/cgroup.procs" for group in self.groups],
+            "lifetime": spec.lifetime_seconds,
+            "disk": disk.request(place.path, translate, _trees(foundation))
+            if spec.limits.disk_bytes
+            else None,
+        }
+
+    @property
+    def working_dir(self) -> str:
+        return self.spec.working_dir or self.foundation.working_dir
+
+    @property
+    def environment(self) -> dict[str, str]:
+        usual = {
+            "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "HOME": "/root",
+            "LANG": "C.UTF-8",
+            "TERM": "xterm-256color",
+        }
+        return {**usual, **self.foundation.environment, **self.spec.environment}
+
+    def _failure(self, stderr: str, answer: tuple[Message, list[int]] | None) -> SandboxFailedError:
+        from lowtide.providers.local import doctor
+
+        why = stderr.strip() or (answer[0].get("why") if answer else None) or "bwrap ended without a word"
+        return SandboxFailedError(
+            f"the sandbox could not be started: {why}{doctor.advice(why)}",
+            provider="local",
+            sandbox_id=self.place.sandbox_id,
+            reason="start",
+        )
+
+
+def _trees(foundation: Foundation) -> list[str]:
+    return ["root", "work", "usr", "usrwork"] if foundation.usr is not None else ["root", "work"]
+
+
+async def _first_words(fd: int, *, until_end: bool) -> bytes:
+    """What the first process says: R when it runs, then E when its command cannot be; nothing when it never ran."""
+    said = b""
+    while True:
+        try:
+            data = os.read(fd, 16)
+        except BlockingIOError:
+            await readable(fd)
+            continue
+        said += data
+        if not data or (said and not until_end):
+            return said
+
+
+def _drain(fd: int) -> str:
+    os.set_blocking(fd, False)
+    with contextlib.suppress(OSError):
+        return os.read(fd, 65536).decode("utf-8", "replace")
+    return ""

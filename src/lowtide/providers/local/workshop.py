@@ -1,0 +1,125 @@
+"""What the sandboxes of one home are made with: bwrap, the spawner, the skeleton layer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from lowtide.errors import SandboxFailedError, SandboxUnavailableError
+from lowtide.providers.base import SandboxSpec
+from lowtide.providers.local import bwrap, destroy, idle, layers, seccomp
+from lowtide.providers.local.foundation import Foundation
+from lowtide.providers.local.images import ImageStore
+from lowtide.providers.local.snapshots import SnapshotStore
+from lowtide.providers.local.spawner_client import SpawnerClient
+
+# As root, sandboxes run as this range of ids and never as the machine's root: what belongs to root
+# (/proc/sys among it) is then not theirs, whatever namespace they are in.
+ID_BASE = 1_819_541_504
+ID_COUNT = 65_536
+DEFAULT_PIDS = 4096
+# Where root's spawner may put its private mounts. Not /tmp: bwrap mounts over it.
+_STAGING_POINTS = ["/mnt", "/media", "/srv", "/opt", "/var/lib"]
+
+
+class Workshop:
+    """Made ready on first use; one per provider."""
+
+    def __init__(self, home: Path, environ: Mapping[str, str]) -> None:
+        self.home, self._environ = home, environ
+        self.owner = ID_BASE if os.geteuid() == 0 else None
+        self.bwrap: bwrap.Bwrap | None = None
+        self.client: SpawnerClient | None = None
+        self._skeleton: layers.Skeleton | None = None
+        self._starting = asyncio.Lock()
+        self.images = ImageStore(home / "images", self.owner)
+        self.snapshots = SnapshotStore(home / "snapshots", self.owner)
+
+    async def start(self) -> SpawnerClient:
+        if self.client is not None and self.client.running:
+            return self.client
+        async with self._starting:  # first calls come in parallel, too
+            return await self._start_once()
+
+    async def _start_once(self) -> SpawnerClient:
+        if self.client is None:
+            self.bwrap = bwrap.find({**os.environ, **self._environ})
+            await asyncio.to_thread(self._prepare)
+            program = idle.program()
+            self.client = SpawnerClient(
+                {
+                    "base": self.owner,
+                    "count": ID_COUNT,
+                    "seccomp": seccomp.filter_bytes().hex(),
+                    "elf": (program or b"").hex(),
+                    "home": str(self.home),
+                    "trees": ["/usr", *layers.python_prefixes(), *self._bwrap_tree()],
+                    "points": _STAGING_POINTS,
+                }
+            )
+        await self.client.start()
+        return self.client
+
+    def _bwrap_tree(self) -> list[str]:
+        """Where bwrap and its libraries are, when the sandboxes' range of ids could not walk there."""
+        path = self.bwrap.path if self.bwrap else ""
+        known = ["/usr", *layers.python_prefixes()]
+        if any(path.startswith(tree + "/") for tree in known):
+            return []
+        parts = Path(path).parents
+        return [str(parts[2] if len(parts) > 3 and parts[0].name == "_bin" else parts[0])]
+
+    def _prepare(self) -> None:
+        self.home.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in (self.home, self.home / "sandboxes"):
+            # Passable for the sandboxes' range of ids; the state directory above is closed to everybody else.
+            path.mkdir(mode=0o711, exist_ok=True)
+        self._skeleton = layers.skeleton(self.home / "base", self.owner)
+        destroy.sweep_trash(self.home / "trash")
+
+    async def foundation(self, spec: SandboxSpec) -> Foundation:
+        if spec.snapshot is not None:
+            return await asyncio.to_thread(self.snapshots.foundation, spec.snapshot, self._base)
+        if spec.image is None:
+            return self._base(None)
+        return await asyncio.to_thread(self._base, spec.image)
+
+    def _base(self, image: str | None) -> Foundation:
+        """The foundation without snapshots: an image, or this machine."""
+        found = self.images.foundation(image) if image is not None else None
+        if found is not None:
+            return found
+        skeleton = self._skeleton
+        if skeleton is None:
+            raise SandboxUnavailableError("the provider was closed", provider="local")
+        owned = (skeleton.usr,) if self.client is None or not self.client.idmapped else ()
+        return Foundation(
+            root=(skeleton.root,),
+            usr=("/usr", *owned),
+            read_only=skeleton.python,
+            environment={"PATH": layers.search_path(skeleton.python)},
+            record={"base": "host"},
+        )
+
+    async def stage(self, tree: str) -> None:
+        client = self.client
+        if self.owner is None or client is None or client.translate(tree) != tree:
+            return
+        with await client.request({"op": "stage", "tree": tree}, []) as reply:
+            said = await reply.next()
+        if said is None or "errno" in said[0]:
+            raise SandboxFailedError(
+                f"{tree} cannot be used as a root filesystem", provider="local", reason="image"
+            )
+        client.staged[tree] = said[0]["staged"]
+
+    def nproc(self, pids: int | None) -> int:
+        # As root an explicit limit is the cgroup's, which counts over all users of the sandbox.
+        return DEFAULT_PIDS if pids is None or self.owner is not None else pids
+
+    def close(self) -> None:
+        client, self.client = self.client, None
+        if client is not None:
+            client.close()
