@@ -297,5 +297,64 @@ def kept_on_failure() -> None:
     wait_to_be_struck()
 
 
+def session_dropped() -> None:
+    """A session made in a function and forgotten: its sandboxes must not be forgotten with it."""
+    import gc
+
+    def work() -> None:
+        session = Session({"provider": PROVIDER, "tags": ("crash",)})
+        for _ in range(COUNT):
+            box = session.sandbox()
+            box.start().result()
+            say("MADE", box.sandbox_id)
+
+    work()
+    gc.collect()
+    say("READY")
+
+
+def start_then_close() -> None:
+    """Close the session while a start is on its way."""
+    session = Session({"provider": PROVIDER, "tags": ("crash",)})
+    boxes = [session.sandbox() for _ in range(COUNT)]
+    starting = [box.start() for box in boxes]
+    session.close().result()
+    outcomes = []
+    for start in starting:
+        try:
+            start.result()
+            outcomes.append("started")
+        except Exception as error:
+            outcomes.append(type(error).__name__)
+    say("OUTCOMES", *outcomes)
+    say("READY")
+
+
+def multiprocessing_child() -> None:
+    import multiprocessing
+
+    boxes = make()
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=_in_child)
+    child.start()
+    child.join(60)
+    works = all(box.exec(["true"]).result().returncode == 0 for box in boxes)
+    say("CHILD", child.exitcode, works)
+    say("READY")
+
+
+def _in_child() -> None:
+    with Sandbox.run(**OPTIONS) as box:
+        assert box.exec(["true"]).result(timeout=60).returncode == 0
+    make(1)
+
+
+def attached() -> None:
+    """Uses a sandbox of somebody else's without adopting it; it must live on."""
+    box = Sandbox.from_id(os.environ["ACTOR_SANDBOX"], provider=PROVIDER).result()
+    box.exec(["true"]).result()
+    say("READY")
+
+
 if __name__ == "__main__":
     globals()[SCENARIO]()

@@ -133,13 +133,17 @@ class World:
     async def _list(self) -> set[str]:
         provider = self.provider()
         try:
-            labels = {LABEL_PREFIX + "ledger": self.ledger_id()}
+            ledger_id = self.ledger_id()
+            if ledger_id is None:  # nobody has come as far as opening it
+                return set()
+            labels = {LABEL_PREFIX + "ledger": ledger_id}
             return {info.sandbox_id async for info in provider.list(labels)}
         finally:
             await provider.aclose()
 
-    def ledger_id(self) -> str:
-        return str(self._query("SELECT value FROM meta WHERE key='ledger_id'")[0][0])
+    def ledger_id(self) -> str | None:
+        found = self._query("SELECT value FROM meta WHERE key='ledger_id'")
+        return str(found[0][0]) if found else None
 
     def rows(self) -> list[tuple[str, str, int]]:
         """(lease id, state, owner's pid) of every row."""

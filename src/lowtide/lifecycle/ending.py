@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import datetime
+from typing import TypeVar
 
 from lowtide.errors import LowtideError, RateLimitError, SandboxGone, SandboxNotFoundError
 from lowtide.lifecycle import keep
@@ -21,6 +23,8 @@ from lowtide.lifecycle.points import point
 from lowtide.providers.base import Provider, Recovery, Renews, SandboxSpec, Snapshots, Stops
 
 log = logging.getLogger("lowtide.lifecycle")
+
+T = TypeVar("T")
 
 ENDABLE = OPEN_STATES
 
@@ -131,7 +135,7 @@ async def _recover(
     """The id of what a create with a lost answer made; None once it has surely made nothing."""
     delay = 0.05
     while True:
-        found = await provider.find(spec)
+        found = await _patiently(f"looking for {lease.lease_id}", lambda: provider.find(spec))
         if found is not None:
             await ledger.note(lease.lease_id, f"found {found.sandbox_id} again", sandbox_id=found.sandbox_id)
             return found.sandbox_id
@@ -145,20 +149,28 @@ async def _recover(
 
 
 async def _destroy(provider: Provider, sandbox_id: str, grace_seconds: float) -> bool:
-    """Destroy, trying again while the fault may pass. The caller's deadline bounds it."""
+    try:
+        return await _patiently(
+            f"destroying {provider.name} {sandbox_id}",
+            lambda: provider.destroy(sandbox_id, grace_seconds=grace_seconds),
+        )
+    except (SandboxNotFoundError, SandboxGone):
+        return False
+
+
+async def _patiently(what: str, call: Callable[[], Awaitable[T]]) -> T:
+    """Call it, again while the fault may pass. The caller's deadline bounds it."""
     delay = 0.1
     while True:
         try:
-            return await provider.destroy(sandbox_id, grace_seconds=grace_seconds)
-        except (SandboxNotFoundError, SandboxGone):
-            return False
+            return await call()
         except LowtideError as error:
             if not error.retryable:
                 raise
             wait = delay
             if isinstance(error, RateLimitError) and error.retry_after_seconds is not None:
                 wait = max(delay, error.retry_after_seconds)
-            log.info("destroying %s %s: %s; trying again in %.1f s", provider.name, sandbox_id, error, wait)
+            log.info("%s: %s; trying again in %.1f s", what, error, wait)
         await asyncio.sleep(wait)
         delay = min(delay * 2, 5.0)
 

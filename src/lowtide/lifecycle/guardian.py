@@ -201,6 +201,9 @@ class Guardian:
             elif not alive and lease.owner.alive() is False:
                 failed = lease.state is not LeaseState.ENDING
                 self._end(lease, keep.decide(lease, failed=failed), lease.owner)
+            elif lease.state is LeaseState.ENDING and lease.attempts:
+                # The owner lives, but could not end it: it is tried again until it succeeds.
+                self._end(lease, Decision(Fate.DESTROY, lease.reason or "its lease ended"), lease.owner)
             elif lease.max_lifetime_at is not None and lease.max_lifetime_at < now - 1.0:
                 self._end(lease, Decision(Fate.DESTROY, "its maximum lifetime is over"), lease.owner)
             elif lease.state is LeaseState.LIVE and lease.renewal_due(now, 2 / 3):

@@ -50,6 +50,9 @@ from lowtide.providers.base import Capability, Labels, Provider, SandboxInfo, Sa
 
 log = logging.getLogger("lowtide.lifecycle")
 
+END_SECONDS = 60.0
+"""How long one `stop()` may take before it reports a failure; ``LOWTIDE_END_SECONDS`` overrides it."""
+
 EXIT_SECONDS = 30.0
 """The one deadline for everything that ends at exit; `LOWTIDE_EXIT_SECONDS` overrides it."""
 
@@ -184,13 +187,15 @@ class Lifecycle:
         grace_seconds: float = 10.0,
         failed: bool = False,
         snapshot_on_stop: bool = False,
-        deadline_seconds: float = 60.0,
+        deadline_seconds: float | None = None,
         force: bool = False,
     ) -> EndReport:
         """End a lease: idempotent, shared by concurrent callers, bounded, silent when already gone.
 
         `failed` is what `keep="on-failure"` looks at; `force` ends it whatever the keep policy says.
         """
+        if deadline_seconds is None:
+            deadline_seconds = float(os.environ.get("LOWTIDE_END_SECONDS", END_SECONDS))
         held = self.held.get(lease_id)
         if held is None:
             lease = await self.ledger.get(lease_id)
