@@ -241,3 +241,45 @@ async def test_another_process_finds_uses_and_ends_the_sandbox(boxes: Boxes) -> 
     finally:
         await other.aclose()
     assert await boxes.provider.destroy(box) is False
+
+
+async def test_a_command_that_nobody_reads_any_more_goes_on(boxes: Boxes) -> None:
+    box = await boxes.make()
+    script = "head -c 20000000 /dev/zero; echo done > /tmp/done"
+    handle = await boxes.provider.start_process(box, ProcessSpec(argv=("sh", "-c", script)))
+    await handle.aclose()
+    for _ in range(200):
+        if (await boxes.run(box, "cat", "/tmp/done"))[1] == "done\n":
+            break
+        await asyncio.sleep(0.1)
+    else:
+        pytest.fail("the command waits for a reader")
+
+
+async def test_a_command_given_up_while_it_starts_is_ended(boxes: Boxes) -> None:
+    box = await boxes.make()
+    await boxes.run(box, "true")
+    starting = asyncio.ensure_future(boxes.provider.start_process(box, ProcessSpec(argv=("sleep", "4245"))))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    for _ in range(100):
+        if "sleep 4245" not in (await boxes.run(box, "ps", "-eo", "args="))[1]:
+            break
+        await asyncio.sleep(0.1)
+    else:
+        pytest.fail("nobody ended it")
+
+
+async def test_a_slow_reader_does_not_hold_up_other_commands(boxes: Boxes) -> None:
+    box = await boxes.make()
+    flood = await boxes.provider.start_process(box, ProcessSpec(argv=("head", "-c", "50000000", "/dev/zero")))
+    for _ in range(3):
+        assert await boxes.run(box, "echo", "through") == (0, "through\n", "")
+    total = 0
+    async for _, data in flood.output():
+        total += len(data)
+    assert total == 50_000_000
+    assert await flood.wait() == 0

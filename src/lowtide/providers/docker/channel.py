@@ -83,8 +83,9 @@ class Channel:
             await self.send(START, process.number, head + data)
             await process.started
         except BaseException:
-            if not process.started.done() or process.started.cancelled():
-                self._processes.pop(process.number, None)
+            # Given up while it was starting: nobody would ever end it.
+            self._processes.pop(process.number, None)
+            self.send_soon(END, process.number, _NUMBER.pack(0))
             raise
         return process
 
@@ -162,6 +163,7 @@ class ChannelProcess:
         self._on_the_way = 0
         self._input_open = stdin
         self._taken = asyncio.Event()
+        self._deaf = False
 
     # -- what the seam asks for
 
@@ -207,7 +209,12 @@ class ChannelProcess:
                 await self.wait()
 
     async def aclose(self) -> None:
-        """Nothing of this end belongs to one command alone."""
+        """Nobody reads on: what it still writes is dropped, so that it never waits for a reader."""
+        if self.output_.ended:
+            return
+        self._deaf = True
+        self.output_.forget()
+        self._channel.send_soon(CREDIT, self.number, _NUMBER.pack(1 << 20))
 
     # -- as a stream, for our own calls
 
@@ -231,7 +238,10 @@ class ChannelProcess:
 
     def take(self, kind: int, data: bytes) -> None:
         if kind in (STDOUT, STDERR):
-            self.output_.put(kind, data)
+            if self._deaf:
+                self._read(len(data))
+            else:
+                self.output_.put(kind, data)
         elif kind == EXITED:
             self._end_input()
             self.output_.finish(_number(data) & 0xFF)

@@ -15,9 +15,6 @@ from lowtide.providers.docker import inside
 if TYPE_CHECKING:
     from lowtide.providers.docker.provider import DockerProvider
 
-_HOW = {str(inside.EXPIRED): "expired", "137": "deleted"}
-"""What the exit code of PID 1 says about the end of a sandbox; nothing inside can kill it."""
-
 
 async def explained(provider: DockerProvider, sandbox_id: str, error: LowtideError) -> LowtideError:
     """A refusal to run something, as what it means: the sandbox has ended, or is paused."""
@@ -77,7 +74,11 @@ def gone(sandbox_id: str, reason: str) -> SandboxGone:
 
 
 async def why_gone(provider: DockerProvider, sandbox_id: str) -> str:
-    """Auto-removed containers leave only the engine's recent events to tell how they ended."""
+    return (await how_it_ended(provider, sandbox_id))[0]
+
+
+async def how_it_ended(provider: DockerProvider, sandbox_id: str) -> tuple[str, int | None]:
+    """Reason and exit code. Auto-removed containers leave only the engine's recent events to tell them."""
     client = await provider.client()
     filters = {"container": [sandbox_id], "type": ["container"]}
     options = {
@@ -85,7 +86,7 @@ async def why_gone(provider: DockerProvider, sandbox_id: str) -> str:
         "until": str(int(time.time()) + 1),
         "filters": json.dumps(filters),
     }
-    reason = "deleted"
+    reason, code = "deleted", None
     with suppress(LowtideError, ValueError, TimeoutError):
         async with asyncio.timeout(10):
             with client.translated(sandbox_id):
@@ -93,13 +94,17 @@ async def why_gone(provider: DockerProvider, sandbox_id: str) -> str:
                     async for line in answer.content:
                         event = json.loads(line)
                         word = event.get("Action") or event.get("status")
-                        code = (event.get("Actor") or {}).get("Attributes", {}).get("exitCode")
                         if word == "oom":
-                            return "oom"
-                        if word == "kill":
-                            return "deleted"
-                        if word == "die":
-                            reason = _HOW.get(str(code), "exited")
-                        if word in ("destroy", "remove"):
-                            return reason
-    return reason
+                            reason = "oom"
+                        elif word == "die":
+                            code = int(event["Actor"]["Attributes"].get("exitCode", 255))
+                            if reason != "oom":
+                                reason = how(code)
+                        elif word in ("destroy", "remove"):
+                            break
+    return reason, code
+
+
+def how(code: int) -> str:
+    """What the exit code of PID 1 says about the end of a sandbox; nothing inside can kill it."""
+    return {inside.EXPIRED: "expired", 137: "deleted"}.get(code, "exited")

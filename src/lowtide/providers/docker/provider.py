@@ -31,7 +31,7 @@ from lowtide.providers.base import (
     Traits,
     Url,
 )
-from lowtide.providers.docker import container, endings, files, images, inside
+from lowtide.providers.docker import container, endings, files, images
 from lowtide.providers.docker.channel import ChannelFull, ChannelProcess
 from lowtide.providers.docker.channels import Channels
 from lowtide.providers.docker.client import EngineClient, RawStream, checked_id
@@ -151,16 +151,19 @@ class DockerProvider:
 
     async def _watch(self, client: EngineClient, spec: SandboxSpec) -> None:
         """Learn how the caller's own main process ends: with auto-remove the engine tells it only now."""
-        with suppress(LowtideError):
+        code: int | None
+        try:
             with client.translated(spec.lease_id):
                 answer = await client.container(spec.lease_id).wait(condition="next-exit")
             code = int(answer.get("StatusCode", -1))
-            info = container.created_now(spec)
+        except LowtideError:  # Podman looks now and then, and may find it removed
+            _, code = await endings.how_it_ended(self, spec.lease_id)
+        if code is not None:
             self._ended[spec.lease_id] = replace(
-                info,
+                container.created_now(spec),
                 state=SandboxState.COMPLETED if code == 0 else SandboxState.FAILED,
                 exit_code=code,
-                reason="exited" if code != inside.EXPIRED else "expired",
+                reason=endings.how(code),
             )
         self._watched.pop(spec.lease_id, None)
 
@@ -188,6 +191,9 @@ class DockerProvider:
         try:
             info = container.from_inspect(await self.inspect(sandbox_id))
         except SandboxNotFoundError:
+            watching = self._watched.get(sandbox_id)
+            if watching is not None:
+                await asyncio.wait([watching], timeout=15)
             ended = self._ended.get(sandbox_id)
             if ended is None:
                 raise
