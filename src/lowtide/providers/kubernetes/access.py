@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -105,7 +106,7 @@ def _inherited(environ: Mapping[str, str]) -> dict[str, str]:
 def _merged(paths: list[str]) -> dict[str, Any]:
     """The files as kubectl merges them: for each name, the first file that has it."""
     try:
-        import yaml
+        yaml: Any = importlib.import_module("yaml")
     except ImportError as error:
         raise missing_dependency() from error
     result: dict[str, Any] = {"contexts": {}, "clusters": {}, "current-context": None}
