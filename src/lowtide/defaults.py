@@ -145,7 +145,7 @@ _CHECKS = {
     "snapshot": validate.text,
 }
 
-_ENVIRONMENT = {"provider": "LOWTIDE_PROVIDER", "keep": "LOWTIDE_KEEP"}
+_ENVIRONMENT = {"provider": "LOWTIDE_PROVIDER", "keep": "LOWTIDE_KEEP", "container_image": "LOWTIDE_IMAGE"}
 
 
 class Setting(NamedTuple):
