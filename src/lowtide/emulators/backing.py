@@ -131,6 +131,12 @@ class Backing:
     async def snapshot(self, sandbox_id: str) -> str:
         return await self.provider.snapshot(sandbox_id, secrets.token_hex(13))
 
+    async def stop(self, sandbox_id: str) -> str:
+        """End it and keep its files: the snapshot to go on from."""
+        taken = await self.provider.snapshot_and_destroy(sandbox_id, secrets.token_hex(13))
+        self._held.discard(sandbox_id)
+        return taken
+
     async def delete_snapshot(self, snapshot_id: str) -> bool:
         return await self.provider.delete_snapshot(snapshot_id)
 

@@ -17,6 +17,7 @@ class FaultName(enum.StrEnum):
     CREATE_LOST = "create-lost"  # committed, answered with `status` (504)
     CREATE_DROPPED = "create-dropped"  # committed, connection dropped without an answer
     CREATE_SLOW = "create-slow"  # committed after `seconds`
+    START_SLOW = "start-slow"  # committed and answered at once, usable after `seconds`
     CREATE_FAILS = "create-fails"  # nothing made, answered with `status` (500)
     CREATE_ERROR_STATE = "create-error-state"  # made, but never usable
     KILL_HANGS = "kill-hangs"  # answers after `seconds`, then does it
@@ -26,6 +27,7 @@ class FaultName(enum.StrEnum):
         "list-lags"  # made less than `seconds` ago: not listed; ended less than that ago: still listed
     )
     RATE_LIMIT = "rate-limit"  # 429 with Retry-After `seconds`
+    EXEC_DROPPED = "exec-dropped"  # the connection drops `seconds` after a command started; the command goes on
     GONE_MID_COMMAND = "gone-mid-command"  # the sandbox ends `seconds` after a command started
     STALE_TOKEN = "stale-token"  # a valid key or token is refused  # noqa: S105 - a fault's name
     UNAVAILABLE = "unavailable"  # any call answered with `status` (503)
