@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import posixpath
+import secrets
 from collections.abc import AsyncIterable, AsyncIterator
 from typing import TYPE_CHECKING
 
 from lowtide import errors
+from lowtide.providers.derived import Ran, file_error
 from lowtide.providers.e2b import script
 from lowtide.providers.e2b.deadline import within
 from lowtide.providers.e2b.process import alone
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
 
 IDLE_SECONDS = 120.0
 """How long a transfer may stand still."""
+_REMOVE_SECONDS = 10.0
+_SMALL_BYTES = 256 << 10
 
 
 async def read(box: AsyncSandbox, path: str, *, user: str | None) -> AsyncIterator[bytes]:
@@ -41,19 +46,49 @@ async def write(
     path: str,
     chunks: AsyncIterable[bytes],
     *,
+    size: int | None,
     user: str | None,
     mode: int | None,
 ) -> int:
+    """All or nothing: what was there stays until all of the new content has arrived."""
     counted = _Counted(chunks)
+    if size is not None and size <= _SMALL_BYTES:
+        # Sent in one piece, once its source has given all of it.
+        content = b"".join([chunk async for chunk in aiter(counted)])
+        await within(
+            IDLE_SECONDS, box.files.write(path, content, user=user), f"writing {path}", box.sandbox_id
+        )
+        if mode is not None:
+            await _run(box, path, 'exec chmod -- "$1" "$2"', f"{mode:o}", path, user=user)
+        return counted.bytes
+    aside = posixpath.join(posixpath.dirname(path), f".lowtide-{secrets.token_hex(8)}")
+    try:
+        await _upload(box, aside, counted, user=user)
+        await _run(box, path, _REPLACE, aside, path, f"{mode:o}" if mode is not None else "", user=user)
+    except BaseException:
+        # Before anybody hears of the end, so that nothing of it is left by then.
+        await asyncio.shield(asyncio.ensure_future(_removed(box, aside, user)))
+        raise
+    return counted.bytes
+
+
+# Into the place of what is there, with its owner and mode. Through links, and into what is no plain file.
+_REPLACE = """t=$(readlink -f -- "$2";echo x);t=${t%?x};[ -n "$t" ]||t=$2
+if [ -d "$t" ];then echo "$2: Is a directory" >&2;exit 1;fi
+if [ -e "$t" ]&&[ ! -f "$t" ];then cat -- "$1" >"$t"&&exec rm -f -- "$1";exit 1;fi
+if [ -e "$t" ];then chown --reference="$t" -- "$1" 2>/dev/null;chmod --reference="$t" -- "$1"||exit 1;fi
+[ -z "$3" ]||chmod -- "$3" "$1"||exit 1
+exec mv -fT -- "$1" "$t" """
+
+
+async def _upload(box: AsyncSandbox, path: str, counted: _Counted, *, user: str | None) -> None:
     call = asyncio.ensure_future(box.files.write(path, aiter(counted), user=user))
     try:
         before = -1
         while not (await asyncio.wait({call}, timeout=IDLE_SECONDS))[0]:
             if counted.moved == before:
                 raise errors.RequestTimeoutError(
-                    f"{path}: E2B took no data for {IDLE_SECONDS:g} s",
-                    provider="e2b",
-                    sandbox_id=box.sandbox_id,
+                    f"E2B took no data for {IDLE_SECONDS:g} s", provider="e2b", sandbox_id=box.sandbox_id
                 )
             before = counted.moved
         call.result()
@@ -65,19 +100,19 @@ async def write(
         if not call.done():
             call.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             call.cancel()
-    if mode is not None:
-        text = 'exec chmod -- "$1" "$2"'
-        code = await within(
-            IDLE_SECONDS,
-            alone(box, script.plain(text, f"{mode:o}", path), user=user or ""),
-            f"chmod {path}",
-            box.sandbox_id,
-        )
-        if code != 0:
-            raise errors.SandboxPermissionError(
-                f"{path}: its mode could not be set", path=path, provider="e2b", sandbox_id=box.sandbox_id
-            )
-    return counted.bytes
+
+
+async def _run(box: AsyncSandbox, path: str, text: str, *arguments: str, user: str | None) -> None:
+    work = alone(box, script.plain("LC_ALL=C;" + text, *arguments), user=user)
+    code, said = await within(IDLE_SECONDS, work, f"writing {path}", box.sandbox_id)
+    if code != 0:
+        raise file_error(Ran(code, b"", said), path, provider="e2b", sandbox_id=box.sandbox_id)
+
+
+async def _removed(box: AsyncSandbox, path: str, user: str | None) -> None:
+    with contextlib.suppress(Exception):  # the sandbox may be gone, which is why the transfer failed
+        work = alone(box, script.plain('exec rm -f -- "$1"', path), user=user)
+        await within(_REMOVE_SECONDS, work, "remove", box.sandbox_id)
 
 
 class _Counted:

@@ -28,7 +28,7 @@ def repair() -> None:
 
     from lowtide.providers.e2b import pool
 
-    client_async.HTTPTransport = PlainTransport
+    vars(client_async)["HTTPTransport"] = PlainTransport
     pool.forget()
     _broken = False
 

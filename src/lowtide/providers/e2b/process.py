@@ -28,6 +28,7 @@ _SILENT_SECONDS = 180.0
 """envd says something every 50 seconds. After this long without a word the connection is dead."""
 _QUEUE_CHUNKS = 256
 _STDIN_BYTES = 256 << 10
+_SAID_BYTES = 64 << 10
 _CLOSING_SECONDS = 0.5
 """How long a command's stream may go on after its end, so that its connection can be used again."""
 
@@ -264,9 +265,8 @@ class E2BProcess:
     async def _beside(self, text: str, seconds: float = _CALL_SECONDS) -> int:
         """Run a script of ours in the same sandbox. One that is gone has nothing left to signal."""
         try:
-            return await within(
-                seconds, alone(self._box, script.plain(text)), "a signal", self._box.sandbox_id
-            )
+            work = alone(self._box, script.plain(text))
+            return (await within(seconds, work, "a signal", self._box.sandbox_id))[0]
         except errors.LowtideError as error:
             meant: BaseException = await self._explain(error)
         except Exception as error:
@@ -283,15 +283,20 @@ class E2BProcess:
             self._watch = self._loop.call_later(_SILENT_SECONDS - silent, self._listen)
 
 
-async def alone(box: AsyncSandbox, arguments: list[str], *, user: str = "root") -> int:
-    """Run the shell with these arguments and wait for its exit code; what it prints is dropped."""
+async def alone(box: AsyncSandbox, arguments: list[str], *, user: str | None = "root") -> tuple[int, bytes]:
+    """Run the shell with these arguments to its end: its exit code, and what it said on standard error."""
     events = _events(box, arguments, user=user)
+    said = bytearray()
     try:
         await _started(box, events)
         async for event in events:
             payload = event.event.event if event.event is not None else None
-            if payload is not None and payload.field == "end":
-                return _exit_code(payload.value)
+            if payload is None:
+                continue
+            if payload.field == "data" and payload.value.output.field == "stderr":
+                said += payload.value.output.value[: _SAID_BYTES - len(said)]
+            elif payload.field == "end":
+                return _exit_code(payload.value), bytes(said)
     finally:
         await _closed(events)
     raise errors.SandboxUnavailableError("the stream of a command ended before it", provider="e2b")

@@ -365,7 +365,7 @@ class E2BProvider:
         async with self._inside(sandbox_id):
             box = await self._box(sandbox_id)
             with mapped(sandbox_id, path=path):
-                return await files.write(box.sdk, path, chunks, user=box.user, mode=mode)
+                return await files.write(box.sdk, path, chunks, size=size, user=box.user, mode=mode)
 
     async def url(self, sandbox_id: str, port: int) -> Url:
         box = await self._box(sandbox_id)
