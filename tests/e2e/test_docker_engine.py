@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -30,16 +31,15 @@ class OwnEngine:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.url = f"unix://{directory}/d.sock"
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.tcp_url = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         place = self._directory
         with open(place / "log", "ab") as log:
+            # In a network namespace of its own: an engine without a bridge removes docker0, and there
+            # may be another engine on this machine that needs it.
             self._process = subprocess.Popen(
-                ["dockerd", "-H", self.url, "-H", self.tcp_url, "--tls=false", "--data-root", place / "data",
+                ["unshare", "--net", "dockerd", "-H", self.url, "--data-root", place / "data",
                  "--exec-root", place / "run", "--pidfile", place / "pid", "--bridge=none", "--iptables=false",
                  "--storage-driver=vfs"],
                 stdout=log, stderr=log, start_new_session=True,
@@ -101,13 +101,41 @@ async def test_an_engine_that_is_restarted_under_us(own_engine: OwnEngine) -> No
         assert (await boxes.run(again, "/only"))[0] == 2
 
 
-async def test_an_engine_over_tcp(own_engine: OwnEngine) -> None:
-    async with boxes_on(own_engine.tcp_url) as boxes:
-        box = await boxes.make(image=BARE)
-        assert (await boxes.run(box, "/only"))[0] == 2
-        url = await boxes.provider.url(box, 8000)
-        assert url.url.startswith("http://127.0.0.1:")
-        assert boxes.provider.account != Boxes(own_engine.url).provider.account
+@asynccontextmanager
+async def over_tcp(url: str) -> AsyncIterator[str]:
+    """The same engine behind a TCP port, as a remote one is."""
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+            writer.write_eof()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner_reader, inner_writer = await asyncio.open_unix_connection(url.removeprefix("unix://"))
+        await asyncio.gather(pump(reader, inner_writer), pump(inner_reader, writer))
+        inner_writer.close()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+
+
+async def test_an_engine_over_tcp() -> None:
+    async with over_tcp(DOCKER) as url, boxes_on(url) as boxes:
+        box = await boxes.make()
+        assert await boxes.run(box, "echo", "far away") == (0, "far away\n", "")
+        handle = await boxes.provider.start_process(box, ProcessSpec(argv=("cat",), stdin=True))
+        await handle.write_stdin(b"over there")
+        await handle.close_stdin()
+        assert [data async for _, data in handle.output()] == [b"over there"]
+        assert (await boxes.provider.url(box, 8000)).url.startswith("http://127.0.0.1:")
+        account = await asyncio.to_thread(lambda: boxes.provider.account)
+        assert account != await asyncio.to_thread(lambda: Boxes(DOCKER).provider.account)
         assert await boxes.provider.destroy(box, grace_seconds=2) is True
 
 
