@@ -1,0 +1,155 @@
+"""What an emulated Daytona machine looks like from inside, and how commands and files get there.
+
+Daytona's machines have a user `daytona` with uid 1000 and its home; a local sandbox has a `user`. The
+first process renames it before anything else runs.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from lowtide.emulators.agent.client import Agent
+from lowtide.emulators.daytona.answers import Refused
+from lowtide.emulators.guest import first_process, users_are_real
+from lowtide.providers.base import ProcessHandle, TerminalSize
+
+if TYPE_CHECKING:
+    from lowtide.emulators.daytona.sandbox import Sandbox
+    from lowtide.emulators.ground import Ground
+
+HOMES = {"daytona": "/home/daytona", "root": "/root"}
+_ACCOUNTS = {"daytona": "1000:1000", "root": "0:0"}
+
+_RENAME = """
+if ! [ -e /run/lowtide-daytona ]; then
+umask 022
+chmod 1777 /home
+printf '%s\\n' root:x:0:0:root:/root:/bin/bash nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin \
+daytona:x:1000:1000:daytona:/home/daytona:/bin/bash > /etc/passwd
+printf '%s\\n' root:x:0: tty:x:5: nogroup:x:65534: daytona:x:1000: > /etc/group
+: > /run/lowtide-daytona
+fi
+exec "$@"
+"""
+_HOME = "until [ -e /run/lowtide-daytona ]; do sleep 0.005; done; mkdir -p /home/daytona"
+
+
+def known_user(name: str) -> bool:
+    return name in HOMES
+
+
+class Machine:
+    """The inside of one emulated sandbox, as its own user."""
+
+    def __init__(self, ground: Ground) -> None:
+        self.ground = ground
+
+    async def boot(self, snapshot: str | None) -> str:
+        """A backing sandbox with Daytona's user and home."""
+        backing = self.ground.backing
+        command = ("/bin/sh", "-c", _RENAME, "sh", *first_process())
+        made = await backing.create(snapshot=snapshot, command=command)
+        try:
+            account = _ACCOUNTS["daytona"] if users_are_real() else None
+            await backing.run(made, ("/bin/sh", "-c", _HOME), user=account)
+        except BaseException:
+            await backing.destroy(made)
+            raise
+        return made
+
+    def home(self, sandbox: Sandbox) -> str:
+        return HOMES[sandbox.user]
+
+    def environment(self, sandbox: Sandbox, more: Mapping[str, str] | None = None) -> dict[str, str]:
+        return {
+            "HOME": self.home(sandbox),
+            "USER": sandbox.user,
+            "LOGNAME": sandbox.user,
+            "SHELL": "/bin/bash",
+            "DAYTONA_SANDBOX_ID": sandbox.sandbox_id,
+            "DAYTONA_SANDBOX_SNAPSHOT": sandbox.snapshot or "",
+            "DAYTONA_SANDBOX_USER": sandbox.user,
+            "DAYTONA_ORGANIZATION_ID": sandbox.organization_id,
+            "DAYTONA_REGION_ID": sandbox.target,
+            **sandbox.environment,
+            **(more or {}),
+        }
+
+    def path(self, sandbox: Sandbox, path: str) -> str:
+        return posixpath.normpath(posixpath.join(self.home(sandbox), path))
+
+    async def directory(self, sandbox: Sandbox, cwd: str | None) -> str:
+        """Where a command runs. Refused when there is no such directory."""
+        if not cwd:
+            return self.home(sandbox)
+        from lowtide.emulators.agent.client import AgentError
+
+        where = self.path(sandbox, cwd)
+        try:
+            answer, _ = await (await self.agent(sandbox)).ask("stat", path=where)
+        except AgentError as error:
+            raise Refused(400, f"chdir {where}: {error}") from None
+        if answer["entry"]["kind"] != "directory":
+            raise Refused(400, f"chdir {where}: not a directory")
+        return where
+
+    async def start(
+        self,
+        sandbox: Sandbox,
+        argv: tuple[str, ...],
+        *,
+        cwd: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        stdin: bool = False,
+        tty: TerminalSize | None = None,
+    ) -> ProcessHandle:
+        return await self.ground.backing.start(
+            sandbox.backing,
+            argv,
+            user=self.account(sandbox),
+            cwd=await self.directory(sandbox, cwd),
+            environment=self.environment(sandbox, environment),
+            stdin=stdin,
+            tty=tty,
+        )
+
+    async def run(
+        self, sandbox: Sandbox, argv: tuple[str, ...], data: bytes | None = None
+    ) -> tuple[int, bytes, bytes]:
+        """A short command of the emulator's own, with `data` on its standard input: code, stdout, stderr."""
+        handle = await self.ground.backing.start(
+            sandbox.backing,
+            argv,
+            user=self.account(sandbox),
+            cwd=self.home(sandbox),
+            environment=self.environment(sandbox),
+            stdin=data is not None,
+        )
+        streams = {1: bytearray(), 2: bytearray()}
+        try:
+            if data is not None:
+                await handle.write_stdin(data)
+                await handle.close_stdin()
+            async for stream, piece in handle.output():
+                streams[stream] += piece
+            return await handle.wait(), bytes(streams[1]), bytes(streams[2])
+        finally:
+            await handle.aclose()
+
+    def account(self, sandbox: Sandbox) -> str | None:
+        return _ACCOUNTS[sandbox.user] if users_are_real() else None
+
+    async def agent(self, sandbox: Sandbox) -> Agent:
+        """The file agent of the sandbox's user, started when it is first needed."""
+        if sandbox.agent is None or sandbox.agent.ended:
+            async with sandbox.agent_lock:
+                if sandbox.agent is None or sandbox.agent.ended:
+                    sandbox.agent = await Agent.start(
+                        self.ground.backing,
+                        sandbox.backing,
+                        user=self.account(sandbox),
+                        home=self.home(sandbox),
+                    )
+        return sandbox.agent

@@ -1,0 +1,500 @@
+"""All sandboxes of the emulator: making, changing and ending them. Every change happens under its lock."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import shlex
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+from lowtide.emulators.daytona import intervals
+from lowtide.emulators.daytona.answers import Refused, not_found, rfc3339, strings_of, whole_of
+from lowtide.emulators.daytona.machine import Machine, known_user
+from lowtide.emulators.daytona.sandbox import SETTLED, Intervals, Sandbox, SandboxState
+from lowtide.emulators.guest import users_are_real
+from lowtide.errors import LowtideError, ResourceExhaustedError
+from lowtide.providers.base import Pauses
+
+if TYPE_CHECKING:
+    from lowtide.emulators.daytona.snapshots import Snapshots
+    from lowtide.emulators.daytona.volumes import Volumes
+    from lowtide.emulators.ground import Ground
+
+log = logging.getLogger("lowtide.emulators")
+
+REGION = "us"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@ -]{0,254}")
+_BUILD_LINES = ("#1 [internal] load build definition from Dockerfile", "#2 [internal] load metadata")
+_REMEMBERED = 1000
+
+Tell = Callable[[Sandbox, SandboxState, SandboxState], Awaitable[None]]
+
+
+class Sandboxes:
+    def __init__(
+        self, ground: Ground, organization_id: str, snapshots: Snapshots, volumes: Volumes, tell: Tell
+    ) -> None:
+        self.ground = ground
+        self.organization_id = organization_id
+        self.machine = Machine(ground)
+        self.table: dict[str, Sandbox] = {}
+        self.ended: dict[str, tuple[float, Sandbox]] = {}  # for lists that lag
+        self._names: dict[str, str] = {}
+        self._snapshots = snapshots
+        self._volumes = volumes
+        self._tell = tell
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def get(self, name: str) -> Sandbox:
+        """By id or by name. Refused with 404."""
+        found = self.table.get(name) or self.table.get(self._names.get(name, ""))
+        if found is None:
+            raise not_found(name)
+        return found
+
+    def running(self, name: str) -> Sandbox:
+        """For traffic into it."""
+        sandbox = self.get(name)
+        if sandbox.state is not SandboxState.STARTED:
+            raise Refused(400, f"Sandbox is not started: its state is {sandbox.state}")
+        return sandbox
+
+    # ------------------------------------------------------------ making
+
+    async def create(self, asked: dict[str, Any], *, slow_start: float | None = None) -> Sandbox:
+        """From the body of a create call. Answered when it runs, or at once when it must be built first."""
+        sandbox = self._draft(asked)
+        if self.ground.backing.count >= self.ground.backing.limit:
+            raise Refused(403, f"Total sandbox limit exceeded. Maximum allowed: {self.ground.backing.limit}.")
+        self._enter(sandbox)
+        if sandbox.build is not None:
+            sandbox.state = SandboxState.PENDING_BUILD
+            self._begin(self._build(sandbox, slow_start or 0.0))
+        elif slow_start is not None:
+            self._begin(self._boot(sandbox, slow_start))
+        else:
+            await self._boot(sandbox, 0.0)
+            if sandbox.state is SandboxState.ERROR and sandbox.sandbox_id not in self.table:
+                raise Refused(500, sandbox.error_reason or "the sandbox could not be started")
+        return sandbox
+
+    def _draft(self, asked: dict[str, Any]) -> Sandbox:
+        now = round(self.ground.clock.now(), 3)
+        build = asked.get("buildInfo")
+        snapshot = None
+        if build is not None:
+            if not isinstance(build, dict) or not isinstance(build.get("dockerfileContent"), str):
+                raise Refused(400, "buildInfo.dockerfileContent is required")
+            if asked.get("snapshot"):
+                raise Refused(400, "Cannot specify both snapshot and buildInfo")
+        else:
+            snapshot = self._snapshots.usable(asked.get("snapshot"))
+            if any(asked.get(key) is not None for key in ("cpu", "memory", "disk", "gpu")):
+                raise Refused(400, "Cannot specify Sandbox resources when using a snapshot")
+        user = asked.get("user") or "daytona"
+        if not known_user(user):
+            raise Refused(400, f"unable to find user {user}: no matching entries in passwd file")
+        stop = whole_of(asked.get("autoStopInterval"), "autoStopInterval")
+        pause = whole_of(asked.get("autoPauseInterval"), "autoPauseInterval") or 0
+        chosen = Intervals(
+            stop=stop if stop is not None else 0 if pause else 15,
+            pause=pause,
+            archive=_or(whole_of(asked.get("autoArchiveInterval"), "autoArchiveInterval"), 7 * 24 * 60),
+            delete=_or(whole_of(asked.get("autoDeleteInterval"), "autoDeleteInterval", lowest=None), -1),
+        )
+        if chosen.stop and chosen.pause:
+            raise Refused(400, "autoStopInterval and autoPauseInterval are mutually exclusive")
+        expiry = whole_of(asked.get("ttlMinutes"), "ttlMinutes")
+        name = asked.get("name")
+        linked = asked.get("linkedSandbox")
+        sandbox = Sandbox(
+            organization_id=self.organization_id,
+            name="",
+            user=user,
+            target=asked.get("target") or REGION,
+            snapshot=snapshot.name if snapshot else None,
+            environment=strings_of(asked.get("env"), "env"),
+            labels=strings_of(asked.get("labels"), "labels"),
+            public=bool(asked.get("public")),
+            intervals=chosen,
+            created_at=now,
+            cpu=_or(whole_of(asked.get("cpu"), "cpu", lowest=1), snapshot.cpu if snapshot else 1),
+            memory=_or(whole_of(asked.get("memory"), "memory", lowest=1), snapshot.memory if snapshot else 1),
+            disk=_or(whole_of(asked.get("disk"), "disk", lowest=1), snapshot.disk if snapshot else 3),
+            gpu=_or(whole_of(asked.get("gpu"), "gpu"), 0),
+            network={
+                key: asked[key]
+                for key in ("networkBlockAll", "networkAllowList", "domainAllowList")
+                if asked.get(key) is not None
+            },
+            volumes=self._volumes.mounts(asked.get("volumes")),
+            secrets=asked.get("secrets") or [],
+            linked_id=self.get(linked).sandbox_id if linked else None,
+            updated_at=now,
+            last_activity_at=now,
+            destroy_at=now + expiry * 60 if expiry else None,
+            expiry_minutes=expiry,
+            base=snapshot.backing_id if snapshot else None,
+        )
+        sandbox.name = self._free_name(name, sandbox.sandbox_id)
+        if build is not None:
+            moment = rfc3339(now)
+            sandbox.build = {
+                "dockerfileContent": build["dockerfileContent"],
+                "contextHashes": build.get("contextHashes") or [],
+                "createdAt": moment,
+                "updatedAt": moment,
+                "snapshotRef": f"daytona-{sandbox.sandbox_id}",
+            }
+            sandbox.environment = {**_variables(build["dockerfileContent"]), **sandbox.environment}
+        return sandbox
+
+    def _free_name(self, name: Any, otherwise: str) -> str:
+        if name is None or name == "":
+            return otherwise
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise Refused(400, "Sandbox name is not valid")
+        if name in self._names:
+            raise Refused(409, f"Sandbox with name {name} already exists")
+        return name
+
+    def _enter(self, sandbox: Sandbox) -> None:
+        self.table[sandbox.sandbox_id] = sandbox
+        self._names[sandbox.name] = sandbox.sandbox_id
+        self._arm(sandbox)
+
+    async def _build(self, sandbox: Sandbox, wait: float) -> None:
+        assert sandbox.build is not None
+        lines = [line for line in sandbox.build["dockerfileContent"].splitlines() if line.strip()]
+        await self._set(sandbox, SandboxState.BUILDING_SNAPSHOT)
+        for line in (*_BUILD_LINES, *(f"#{n} [{n}/{len(lines)}] {line}" for n, line in enumerate(lines, 3))):
+            sandbox.build_log.append(line + "\n")
+        await self._boot(sandbox, wait)
+
+    async def _boot(self, sandbox: Sandbox, wait: float) -> None:
+        async with sandbox.lock:
+            if wait:
+                await asyncio.sleep(wait)
+            if sandbox.sandbox_id not in self.table:
+                return
+            try:
+                sandbox.backing_id = await self.machine.boot(sandbox.base)
+                await self._volumes.fill(self, sandbox)
+            except LowtideError as error:
+                sandbox.error_reason = str(error)
+                if isinstance(error, ResourceExhaustedError):
+                    self._forget(sandbox)
+                await self._set(sandbox, SandboxState.ERROR)
+                return
+            sandbox.last_activity_at = self.ground.clock.now()
+            if sandbox.state is not SandboxState.DESTROYING:  # its life may have ended meanwhile
+                await self._set(sandbox, SandboxState.STARTED)
+
+    async def fork(self, source: Sandbox, name: Any) -> Sandbox:
+        """A copy of its files with an id of its own. It runs when this returns."""
+        self._settled(source, SandboxState.STARTED, SandboxState.STOPPED)
+        now = round(self.ground.clock.now(), 3)
+        made = Sandbox(
+            organization_id=source.organization_id,
+            name="",
+            user=source.user,
+            target=source.target,
+            snapshot=source.snapshot,
+            environment=dict(source.environment),
+            labels=dict(source.labels),
+            public=source.public,
+            intervals=Intervals(
+                stop=source.intervals.stop,
+                pause=source.intervals.pause,
+                archive=source.intervals.archive,
+                delete=source.intervals.delete,
+            ),
+            created_at=now,
+            cpu=source.cpu,
+            memory=source.memory,
+            disk=source.disk,
+            gpu=source.gpu,
+            network=dict(source.network),
+            volumes=list(source.volumes),
+            parent_id=source.sandbox_id,
+            updated_at=now,
+            last_activity_at=now,
+        )
+        made.name = self._free_name(name, made.sandbox_id)
+        before = source.state
+        async with source.lock:
+            await self._set(source, SandboxState.FORKING)
+            try:
+                copied = await self._copy(source)
+            finally:
+                await self._set(source, before)
+        made.base, made.layers = copied, []
+        self._enter(made)
+        await self._boot(made, 0.0)
+        return made
+
+    async def _copy(self, sandbox: Sandbox) -> str | None:
+        if sandbox.backing_id is None:
+            return sandbox.layers[-1] if sandbox.layers else sandbox.base
+        return await self.ground.backing.snapshot(sandbox.backing_id)
+
+    # ------------------------------------------------------------ changing
+
+    async def start(self, sandbox: Sandbox) -> None:
+        self._settled(sandbox, SandboxState.STOPPED, SandboxState.ARCHIVED, SandboxState.PAUSED)
+        via = {
+            SandboxState.STOPPED: SandboxState.STARTING,
+            SandboxState.ARCHIVED: SandboxState.RESTORING,
+            SandboxState.PAUSED: SandboxState.RESUMING,
+        }[sandbox.state]
+        sandbox.desired = "started"
+
+        async def work() -> None:
+            if via is SandboxState.RESUMING:
+                await self._freeze(sandbox, "CONT")
+            else:
+                sandbox.cut = asyncio.Event()
+                sandbox.backing_id = await self.machine.boot(
+                    sandbox.layers[-1] if sandbox.layers else sandbox.base
+                )
+                await self._volumes.fill(self, sandbox)
+            sandbox.last_activity_at = self.ground.clock.now()
+
+        await self._through(sandbox, via, SandboxState.STARTED, work)
+
+    async def recover(self, sandbox: Sandbox) -> None:
+        self._settled(sandbox, SandboxState.ERROR)
+        if not sandbox.recoverable:
+            raise Refused(400, "Sandbox is not recoverable")
+        sandbox.error_reason, sandbox.recoverable = None, False
+        if sandbox.backing_id is not None:
+            await self._set(sandbox, SandboxState.STARTED)
+            return
+        sandbox.state = SandboxState.STOPPED
+        await self.start(sandbox)
+
+    async def stop(self, sandbox: Sandbox, *, at: float | None = None) -> asyncio.Task[None]:
+        """Its files stay, its processes end. With auto-delete 0 it goes altogether."""
+        self._settled(sandbox, SandboxState.STARTED, SandboxState.PAUSED)
+        thawed = sandbox.state is SandboxState.PAUSED
+        sandbox.desired = "stopped"
+
+        async def work() -> None:
+            if thawed:
+                await self._freeze(sandbox, "CONT")
+            await self._volumes.save(self, sandbox)
+            await self.let_go(sandbox)
+            backing, sandbox.backing_id = sandbox.backing, None
+            sandbox.layers.append(await self.ground.backing.stop(backing))
+            sandbox.stopped_at = self.ground.clock.now() if at is None else at
+
+        return await self._through(sandbox, SandboxState.STOPPING, SandboxState.STOPPED, work)
+
+    async def pause(self, sandbox: Sandbox) -> asyncio.Task[None]:
+        self._settled(sandbox, SandboxState.STARTED)
+        sandbox.desired = "paused"
+        return await self._through(
+            sandbox, SandboxState.PAUSING, SandboxState.PAUSED, lambda: self._freeze(sandbox, "STOP")
+        )
+
+    async def archive(self, sandbox: Sandbox) -> asyncio.Task[None]:
+        self._settled(sandbox, SandboxState.STOPPED)
+        sandbox.desired = "archived"
+
+        async def work() -> None:
+            return None
+
+        return await self._through(sandbox, SandboxState.ARCHIVING, SandboxState.ARCHIVED, work)
+
+    async def resize(self, sandbox: Sandbox, asked: dict[str, Any]) -> None:
+        self._settled(sandbox, SandboxState.STARTED, SandboxState.STOPPED)
+        cpu = _or(whole_of(asked.get("cpu"), "cpu", lowest=1), sandbox.cpu)
+        memory = _or(whole_of(asked.get("memory"), "memory", lowest=1), sandbox.memory)
+        disk = _or(whole_of(asked.get("disk"), "disk", lowest=1), sandbox.disk)
+        if disk < sandbox.disk:
+            raise Refused(400, "Disk size cannot be decreased")
+        if sandbox.state is SandboxState.STARTED:
+            if disk != sandbox.disk:
+                raise Refused(400, "Sandbox must be stopped to resize its disk")
+            if cpu < sandbox.cpu or memory < sandbox.memory:
+                raise Refused(400, "CPU and memory of a started sandbox can only be increased")
+
+        async def work() -> None:
+            sandbox.cpu, sandbox.memory, sandbox.disk = cpu, memory, disk
+
+        await self._through(sandbox, SandboxState.RESIZING, sandbox.state, work)
+
+    async def snapshot(self, sandbox: Sandbox, name: str) -> None:
+        """Under a name of the catalogue, from which others can be created."""
+        self._settled(sandbox, SandboxState.STARTED, SandboxState.STOPPED)
+        self._snapshots.free_name(name)
+
+        async def work() -> None:
+            self._snapshots.keep(name, await self._copy(sandbox), sandbox)
+
+        await self._through(sandbox, SandboxState.SNAPSHOTTING, sandbox.state, work)
+
+    def touch(self, sandbox: Sandbox) -> None:
+        """Somebody did something with it."""
+        sandbox.last_activity_at = self.ground.clock.now()
+
+    def rearm(self, sandbox: Sandbox) -> None:
+        """An interval has changed."""
+        sandbox.updated_at = self.ground.clock.now()
+        self._arm(sandbox)
+
+    # ------------------------------------------------------------ ending
+
+    async def destroy(self, sandbox: Sandbox, *, force: bool = False) -> asyncio.Task[None]:
+        """Its name is free at once. 409 while something else happens to it."""
+        if sandbox.state not in SETTLED and not force:
+            raise Refused(409, "Sandbox state change in progress")
+        if any(one.parent_id == sandbox.sandbox_id for one in self.table.values()) and not force:
+            raise Refused(400, "Sandbox has forks that are not destroyed: destroy them first")
+        before, sandbox.state, sandbox.desired = sandbox.state, SandboxState.DESTROYING, "destroyed"
+        self._names.pop(sandbox.name, None)
+        self.ended[sandbox.sandbox_id] = (self.ground.clock.now(), sandbox)
+        while len(self.ended) > _REMEMBERED:
+            self.ended.pop(next(iter(self.ended)))
+        if sandbox.timer is not None:
+            sandbox.timer.cancel()
+        sandbox.cut.set()
+        await self._tell(sandbox, before, SandboxState.DESTROYING)
+        return self._begin(self._destroy(sandbox))
+
+    async def _destroy(self, sandbox: Sandbox) -> None:
+        async with sandbox.lock:
+            backing = self.ground.backing
+            if sandbox.backing_id is not None:
+                await self._volumes.save(self, sandbox)
+                await self.let_go(sandbox)
+                await backing.destroy(sandbox.backing_id)
+                sandbox.backing_id = None
+            for layer in reversed(sandbox.layers):
+                with contextlib.suppress(LowtideError):  # below a snapshot or fork: goes with the emulator
+                    await backing.delete_snapshot(layer)
+            self._forget(sandbox)
+            sandbox.state = SandboxState.DESTROYED
+            await self._tell(sandbox, SandboxState.DESTROYING, SandboxState.DESTROYED)
+
+    def _forget(self, sandbox: Sandbox) -> None:
+        self.table.pop(sandbox.sandbox_id, None)
+        if self._names.get(sandbox.name) == sandbox.sandbox_id:
+            del self._names[sandbox.name]
+        if sandbox.timer is not None:
+            sandbox.timer.cancel()
+
+    async def let_go(self, sandbox: Sandbox) -> None:
+        """Close what is open into the machine."""
+        sandbox.cut.set()
+        closing, sandbox.closing = sandbox.closing, []
+        sandbox.rooms.clear()
+        agent, sandbox.agent = sandbox.agent, None
+        waiting = [close() for close in closing] + ([agent.aclose()] if agent is not None else [])
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def aclose(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(self.let_go(sandbox) for sandbox in list(self.table.values())))
+
+    # ------------------------------------------------------------ the parts
+
+    def _settled(self, sandbox: Sandbox, *allowed: SandboxState) -> None:
+        if sandbox.state not in SETTLED:
+            raise Refused(409, "Sandbox state change in progress")
+        if sandbox.state not in allowed:
+            raise Refused(400, f"Sandbox is not in valid state: it is {sandbox.state}")
+
+    async def _through(
+        self, sandbox: Sandbox, via: SandboxState, to: SandboxState, work: Callable[[], Awaitable[None]]
+    ) -> asyncio.Task[None]:
+        """Answer with the state on the way; the rest goes on by itself."""
+        await self._set(sandbox, via)
+
+        async def go() -> None:
+            async with sandbox.lock:
+                if sandbox.state is not via:
+                    return
+                try:
+                    await work()
+                except LowtideError as error:
+                    sandbox.error_reason = str(error)
+                    await self._set(sandbox, SandboxState.ERROR)
+                    return
+                if sandbox.state is via:  # an expiry may have come in between
+                    await self._set(sandbox, to)
+
+        return self._begin(go())
+
+    async def _set(self, sandbox: Sandbox, state: SandboxState) -> None:
+        before, sandbox.state = sandbox.state, state
+        sandbox.updated_at = self.ground.clock.now()
+        if state in SETTLED:
+            self._arm(sandbox)
+        await self._tell(sandbox, before, state)
+
+    def _arm(self, sandbox: Sandbox) -> None:
+        if sandbox.timer is not None:
+            sandbox.timer.cancel()
+            sandbox.timer = None
+        due = intervals.next_due(sandbox)
+        if due is not None and sandbox.sandbox_id in self.table:
+            sandbox.timer = self.ground.clock.at(due.at, lambda: self._expire(sandbox))
+
+    async def _expire(self, sandbox: Sandbox) -> None:
+        if self.table.get(sandbox.sandbox_id) is not sandbox:
+            return
+        due = intervals.next_due(sandbox)
+        if due is None or due.at > self.ground.clock.now():
+            self._arm(sandbox)
+            return
+        with contextlib.suppress(Refused):
+            if due.action is intervals.Action.DESTROY:
+                await (await self.destroy(sandbox, force=True))
+            elif due.action is intervals.Action.STOP:
+                await (await self.stop(sandbox, at=due.at))
+            elif due.action is intervals.Action.PAUSE:
+                await (await self.pause(sandbox))
+            else:
+                await (await self.archive(sandbox))
+
+    async def _freeze(self, sandbox: Sandbox, signal: str) -> None:
+        provider: object = self.ground.backing.provider
+        if isinstance(provider, Pauses):
+            await (provider.pause if signal == "STOP" else provider.resume)(sandbox.backing)
+            return
+        for user in ("1000:1000", "0:0") if users_are_real() else (None,):
+            await self.ground.backing.run(sandbox.backing, ("/bin/sh", "-c", f"kill -{signal} -1"), user=user)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended_task)
+        return task
+
+    def _ended_task(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a change of a sandbox failed", exc_info=task.exception())
+
+
+def _or(given: int | None, otherwise: int) -> int:
+    return otherwise if given is None else given
+
+
+def _variables(dockerfile: str) -> dict[str, str]:
+    """The ENV lines, the one instruction that can be followed without a builder."""
+    found: dict[str, str] = {}
+    for line in dockerfile.splitlines():
+        if line.upper().startswith("ENV "):
+            with contextlib.suppress(ValueError):
+                for word in shlex.split(line[4:]):
+                    key, equals, value = word.partition("=")
+                    if equals:
+                        found[key] = value
+    return found
