@@ -27,7 +27,9 @@ class FaultName(enum.StrEnum):
         "list-lags"  # made less than `seconds` ago: not listed; ended less than that ago: still listed
     )
     RATE_LIMIT = "rate-limit"  # 429 with Retry-After `seconds`
-    EXEC_DROPPED = "exec-dropped"  # the connection drops `seconds` after a command started; the command goes on
+    EXEC_DROPPED = (
+        "exec-dropped"  # the connection drops `seconds` after a command started; the command goes on
+    )
     GONE_MID_COMMAND = "gone-mid-command"  # the sandbox ends `seconds` after a command started
     STALE_TOKEN = "stale-token"  # a valid key or token is refused  # noqa: S105 - a fault's name
     UNAVAILABLE = "unavailable"  # any call answered with `status` (503)

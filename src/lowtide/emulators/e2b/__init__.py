@@ -139,6 +139,9 @@ class E2BEmulator:
                 return refused
             if port == interpreter.PORT and sandbox.interpreter is not None:
                 await sandbox.interpreter.ready()
+            if sandbox.cut.is_set():  # it ended under the request
+                drop(request)
+                raise asyncio.CancelledError
             return await self._port(request, sandbox, port)
         except NotFound:
             return _gone(sandbox_id)

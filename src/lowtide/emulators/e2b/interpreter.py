@@ -43,10 +43,17 @@ class Interpreter:
         self._ready = asyncio.Event()
         self._running = asyncio.create_task(self._run())
 
-    async def ready(self) -> None:
-        """Wait until it listens."""
-        async with asyncio.timeout(60):
-            await self._ready.wait()
+    async def ready(self) -> bool:
+        """Wait until it listens. False when the sandbox ended first, or it does not come up."""
+        if self._ready.is_set():
+            return True
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._ready, self._sandbox.cut)]
+        try:
+            await asyncio.wait(waits, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return self._ready.is_set() and not self._sandbox.cut.is_set()
 
     async def _run(self) -> None:
         with contextlib.suppress(LowtideError):

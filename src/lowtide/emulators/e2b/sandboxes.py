@@ -93,6 +93,8 @@ class Sandboxes:
         self.table[sandbox.sandbox_id] = sandbox
         self._arm(sandbox)
         self._start_interpreter(sandbox)
+        if sandbox.interpreter is not None:
+            await sandbox.interpreter.ready()  # as on the service: it answers when create returns
         return sandbox
 
     def _start_interpreter(self, sandbox: Sandbox) -> None:

@@ -19,8 +19,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from aiohttp import web
-from jupyter_client.kernelspec import KernelSpec
-from jupyter_client.manager import AsyncKernelManager
 
 KEEPALIVE_SECONDS = 5.0
 NAMES = {"js": "javascript", "ts": "typescript", "py": "python", "sh": "bash"}
@@ -69,7 +67,7 @@ class Context:
         self.language = language
         self.cwd = cwd
         self.lock = asyncio.Lock()
-        self.manager: AsyncKernelManager | None = None
+        self.manager: Any = None
         self.client: Any = None
 
     async def start(self) -> None:
@@ -77,6 +75,10 @@ class Context:
             if await self.manager.is_alive():
                 return
             await self.stop()
+        # Not at the top: the port has to be open soon, and the kernels only when they are used.
+        from jupyter_client.kernelspec import KernelSpec
+        from jupyter_client.manager import AsyncKernelManager
+
         argv = kernel_command(self.language)
         directory = tempfile.mkdtemp(prefix="k", dir=config["directory"])
         manager = AsyncKernelManager(transport="ipc", ip=os.path.join(directory, "z"))
