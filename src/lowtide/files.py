@@ -7,6 +7,7 @@ import contextlib
 import os
 import posixpath
 import shutil
+import stat as stat_modes
 import tarfile
 import tempfile
 import threading
@@ -24,7 +25,7 @@ from lowtide.errors import (
 from lowtide.lifeline import Lifeline
 from lowtide.operation import Operation
 from lowtide.providers import derived
-from lowtide.providers.base import FileEntry, FileKind, Provider
+from lowtide.providers.base import DirectFiles, FileEntry, FileKind, Provider
 from lowtide.stream import StreamReader
 
 T = TypeVar("T")
@@ -121,9 +122,13 @@ async def upload(provider: Provider, sandbox_id: str, local: str, remote: str) -
         return Transfer(files=tree.files, bytes=tree.bytes, skipped=tree.skipped)
     with open(local, "rb") as file:  # noqa: ASYNC230  # opening is quick; reading is done in a thread
         status = os.fstat(file.fileno())
-        written = await provider.write_file(
-            sandbox_id, remote, _read_blocks(file), size=status.st_size, mode=status.st_mode & 0o777
-        )
+        mode = status.st_mode & 0o777
+        if isinstance(provider, DirectFiles) and stat_modes.S_ISREG(status.st_mode):
+            written = await provider.write_from(sandbox_id, remote, file.fileno(), mode=mode)
+        else:
+            written = await provider.write_file(
+                sandbox_id, remote, _read_blocks(file), size=status.st_size, mode=mode
+            )
     _verify(written, status.st_size, remote, provider, sandbox_id)
     return Transfer(files=1, bytes=written)
 
@@ -214,7 +219,13 @@ async def _download_file(
                 file.write(chunk)
 
     try:
-        count, _ = await _into_thread(provider.read_file(sandbox_id, remote), keep)
+        if isinstance(provider, DirectFiles):
+            try:
+                count = await provider.read_into(sandbox_id, remote, fd)
+            finally:
+                os.close(fd)
+        else:
+            count, _ = await _into_thread(provider.read_file(sandbox_id, remote), keep)
         if entry.kind is FileKind.FILE and count != entry.size:
             # It may have been written to in the meantime; then its size now is what counts.
             now = await derived.files_of(provider).stat(sandbox_id, remote)

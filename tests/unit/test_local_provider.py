@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import os
+import select
 import signal
 import sys
 import tarfile
@@ -28,6 +29,7 @@ from lowtide.errors import (
 from lowtide.providers.base import FileKind, Network, NetworkMode, ProcessSpec, SandboxState, TerminalSize
 from lowtide.providers.local import LocalProvider
 from lowtide.providers.local import destroy as ending
+from lowtide.providers.local.place import start_time
 
 sys.path.insert(0, str(Path(__file__).parent))
 from local_sandbox import chunks, new_id, read, run, shell, spec
@@ -492,3 +494,87 @@ def test_hostile_trees_are_removed_without_following_links(tmp_path: Path) -> No
     ending.remove_tree(top)
     assert not top.exists()
     assert (outside / "keep").exists()
+
+
+async def test_a_file_goes_in_and_out_by_descriptor(
+    provider: LocalProvider, sandbox: str, tmp_path: Path
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    content = os.urandom(40 << 20)  # more than one step of the copy
+    source.write_bytes(content)
+    with source.open("rb") as file:
+        assert await provider.write_from(sandbox, "/new/place/file", file.fileno(), mode=0o640) == len(
+            content
+        )
+    assert (await provider.stat(sandbox, "/new/place/file")).mode == 0o640
+    with target.open("wb") as file:
+        assert await provider.read_into(sandbox, "/new/place/file", file.fileno()) == len(content)
+    assert target.read_bytes() == content
+    for path, error in (("/no/such", SandboxFileNotFoundError), ("/etc", SandboxIsADirectoryError)):
+        with target.open("wb") as file, pytest.raises(error):
+            await provider.read_into(sandbox, path, file.fileno())
+    with source.open("rb") as file, pytest.raises(SandboxIsADirectoryError):
+        await provider.write_from(sandbox, "/etc", file.fileno())
+    assert [entry.name for entry in await provider.list_dir(sandbox, "/new/place")] == ["file"]
+
+
+async def test_a_copy_that_is_cancelled_replaces_nothing(
+    provider: LocalProvider, sandbox: str, tmp_path: Path
+) -> None:
+    await provider.write_file(sandbox, "/opt/file", chunks(b"before"))
+    source = tmp_path / "source"
+    with source.open("wb") as file:
+        file.truncate(8 << 30)  # a hole: it costs no disk here, and the copy would take a while
+    with source.open("rb") as file:
+        copying = asyncio.ensure_future(provider.write_from(sandbox, "/opt/file", file.fileno()))
+        await asyncio.sleep(0.05)
+        copying.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await copying
+    for _ in range(200):
+        if [entry.name for entry in await provider.list_dir(sandbox, "/opt")] == ["file"]:
+            break
+        await asyncio.sleep(0.05)
+    else:
+        pytest.fail("what was copied so far is still there")
+    assert await read(provider, sandbox, "/opt/file") == b"before"
+
+
+async def test_commands_of_a_killed_owner_are_reaped_by_the_spawner_it_leaves(tmp_path: Path) -> None:
+    """Not by the machine's init: a sandbox is dead only when the last zombie in it is reaped."""
+    home = str(tmp_path / "home")
+    program = (
+        "import asyncio, sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from local_sandbox import spec\n"
+        "from lowtide.providers.base import ProcessSpec\n"
+        "from lowtide.providers.local import LocalProvider\n"
+        "async def main():\n"
+        f"    provider = LocalProvider.connect({{'LOWTIDE_HOME': {home!r}}})\n"
+        "    made = await provider.create(spec())\n"
+        "    await provider.start_process(made.sandbox_id, ProcessSpec(argv=('sleep', '1000')))\n"
+        "    print(made.sandbox_id, provider._workshop.client._pid, flush=True)\n"
+        "    await asyncio.sleep(1000)\n"
+        "asyncio.run(main())\n"
+    )
+    owner = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE
+    )
+    assert owner.stdout is not None
+    sandbox_id, spawner = (await owner.stdout.readline()).decode().split()
+    pidfd = os.pidfd_open(int(spawner))
+    try:
+        owner.kill()
+        await owner.wait()
+        await asyncio.sleep(0.3)
+        assert start_time(int(spawner)) is not None
+        other = LocalProvider.connect({"LOWTIDE_HOME": home})
+        assert await other.destroy(sandbox_id) is True
+        await other.aclose()
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        assert await asyncio.to_thread(poll.poll, 20_000), (
+            "the spawner stays although nothing is left to reap"
+        )
+    finally:
+        os.close(pidfd)

@@ -390,6 +390,21 @@ class NativeFiles(Protocol):
 
 
 @runtime_checkable
+class DirectFiles(Protocol):
+    """Where the sandbox's files can be opened on this machine: the kernel copies, nothing passes through Python."""
+
+    async def read_into(self, sandbox_id: str, path: str, descriptor: int) -> int:
+        """As `read_file`, into an open file. Returns the bytes copied."""
+        ...
+
+    async def write_from(
+        self, sandbox_id: str, path: str, descriptor: int, *, mode: int | None = None
+    ) -> int:
+        """As `write_file`, from an open file, to its end. Returns the bytes copied."""
+        ...
+
+
+@runtime_checkable
 class NativeTrees(Protocol):
     """Whole directories as a tar stream; derived through exec of tar where a provider has none."""
 

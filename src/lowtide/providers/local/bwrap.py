@@ -15,7 +15,7 @@ from lowtide.errors import MissingDependencyError
 
 OLDEST = (0, 11)  # overlay mounts
 # The descriptors the spawner leaves open for bwrap.
-_INFO, _BLOCK, _SECCOMP, _STATUS = "3", "4", "5", "8"
+_INFO, _NAMESPACE, _SECCOMP, _STATUS = "3", "4", "5", "8"
 SHM_BYTES = 64 << 20
 
 
@@ -93,7 +93,7 @@ def arguments(
     translate: Callable[[str], str],
 ) -> list[str]:
     """Everything but the command. Goes to bwrap through a descriptor: values never show in a process list."""
-    args = ["--unshare-user", "--userns-block-fd", _BLOCK, "--info-fd", _INFO, "--json-status-fd", _STATUS]
+    args = ["--userns", _NAMESPACE, "--info-fd", _INFO, "--json-status-fd", _STATUS]
     args += ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup"]
     if not network:
         args.append("--unshare-net")

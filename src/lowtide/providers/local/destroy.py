@@ -205,6 +205,8 @@ def main_process(inner: int) -> int | None:
 
 
 def _ask_to_end(inner: ProcessMark, grace_seconds: float, *, only_main: bool) -> None:
+    if not only_main and _idle(inner.pid):
+        return
     deadline = time.monotonic() + grace_seconds
     main = main_process(inner.pid)
     told: set[int] = set()
@@ -222,6 +224,15 @@ def _ask_to_end(inner: ProcessMark, grace_seconds: float, *, only_main: bool) ->
                     os.kill(pid, signal.SIGTERM)
                     os.kill(pid, signal.SIGCONT)
         time.sleep(0.005)
+
+
+def _idle(inner: int) -> bool:
+    """Whether its own /proc shows nothing but process 1 and the main one. No is also: it cannot be read."""
+    try:
+        names = os.listdir(f"/proc/{inner}/root/proc")
+    except OSError:
+        return False
+    return {name for name in names if name.isdigit()} == {"1", "2"}
 
 
 def _members(inner: int) -> list[int]:

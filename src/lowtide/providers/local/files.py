@@ -9,7 +9,7 @@ import fcntl
 import json
 import os
 import stat as modes
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Iterator
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from lowtide.providers.local.spawner_client import Message, Reply, readable
 
 _CHUNK = 1 << 20
 _PIPE_BYTES = 1 << 20
+_COPY_BYTES = 1 << 24  # so that a copy that is given up ends soon
 
 _CLASSES: dict[int, type[errors.SandboxFileError]] = {
     errno.ENOENT: errors.SandboxFileNotFoundError,
@@ -69,25 +70,96 @@ async def read_file(inside: Caller, path: str) -> AsyncIterator[bytes]:
 
 
 async def write_file(inside: Caller, path: str, chunks: AsyncIterable[bytes], mode: int | None) -> int:
+    async with _replacing(inside, path, mode) as fd:
+        written = 0
+        async for chunk in chunks:
+            view = memoryview(chunk)
+            while view:
+                with _disk_errors(inside, path):
+                    count = os.write(fd, view[: 1 << 22])
+                view = view[count:]
+                written += count
+                await asyncio.sleep(0)
+    return written
+
+
+async def read_into(inside: Caller, path: str, descriptor: int) -> int:
+    with await inside("read", [], path=path) as reply:
+        _, fds = await answer(reply, path, inside.sandbox_id)
+    try:
+        return await copy(fds[0], descriptor)
+    finally:
+        os.close(fds[0])
+
+
+async def write_from(inside: Caller, path: str, descriptor: int, mode: int | None) -> int:
+    async with _replacing(inside, path, mode) as fd:
+        with _disk_errors(inside, path):
+            return await copy(descriptor, fd)
+
+
+@contextlib.asynccontextmanager
+async def _replacing(inside: Caller, path: str, mode: int | None) -> AsyncIterator[int]:
+    """A new file inside, that takes the place of `path` when the block ends without an error."""
     with await inside("write", [], path=path, mode=mode) as reply:
         _, fds = await answer(reply, path, inside.sandbox_id)
-        written = 0
-        with os.fdopen(fds[0], "wb", buffering=0) as file:
-            try:
-                async for chunk in chunks:
-                    view = memoryview(chunk)
-                    while view:
-                        count = file.write(view[: 1 << 22])
-                        view = view[count:]
-                        written += count
-                        await asyncio.sleep(0)
-            except OSError as error:
-                if isinstance(error, errors.LowtideError) or error.errno is None:
-                    raise
-                raise file_error(error.errno, os.strerror(error.errno), path, inside.sandbox_id) from error
+        try:
+            yield fds[0]
+        finally:
+            os.close(fds[0])
         reply.socket.send(b"C")
         await answer(reply, path, inside.sandbox_id)
-    return written
+
+
+@contextlib.contextmanager
+def _disk_errors(inside: Caller, path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, errors.LowtideError) or error.errno is None:
+            raise
+        raise file_error(error.errno, os.strerror(error.errno), path, inside.sandbox_id) from error
+
+
+async def copy(source: int, target: int) -> int:
+    """From one open file to the end of another, by the kernel, in a thread. Both stay open."""
+    stopped = False
+
+    def work() -> int:
+        copied = 0
+        by_range = True
+        while not stopped:
+            try:
+                if by_range:
+                    count = os.copy_file_range(source, target, _COPY_BYTES)
+                else:
+                    count = os.sendfile(target, source, None, _COPY_BYTES)
+            except OSError as error:
+                # Different filesystems, or one that has no such call.
+                if not by_range or error.errno not in (
+                    errno.EXDEV,
+                    errno.EINVAL,
+                    errno.EOPNOTSUPP,
+                    errno.ENOSYS,
+                ):
+                    raise
+                by_range = False
+                continue
+            if count == 0:
+                if by_range and copied == 0:  # /proc and its like say so although there is something
+                    by_range = False
+                    continue
+                break
+            copied += count
+        return copied
+
+    copying = asyncio.get_running_loop().run_in_executor(None, work)
+    try:
+        return await asyncio.shield(copying)
+    except asyncio.CancelledError:
+        stopped = True
+        await asyncio.wait([copying])  # it uses descriptors that the caller closes next
+        raise
 
 
 async def stat(inside: Caller, path: str) -> FileEntry:

@@ -88,31 +88,35 @@ class Launch:
             await self.workshop.stage(tree)
         ready_r, ready_w = os.pipe()
         errors_r, errors_w = os.pipe()
+        info_r, info_w = os.pipe()
         os.set_blocking(ready_r, False)
         try:
             try:
-                reply = await self.client.request(self._message(), [errors_w, ready_w])
+                await self.client.create(self._message(), [errors_w, info_w, ready_w])
             finally:
                 os.close(ready_w)
                 os.close(errors_w)
-            with reply:
-                said = await _first_words(ready_r, until_end=self.spec.command is not None)
-                answer = await reply.next()
-            if said[:1] == b"R" and answer is not None and "inner" in answer[0]:
-                if said[1:2] == b"E":
-                    raise SandboxFailedError(
-                        f"the main command cannot be run: {self.spec.command[0] if self.spec.command else ''}",
-                        provider="local",
-                        sandbox_id=self.place.sandbox_id,
-                        reason="command",
-                    )
-                _, inner = self.place.processes()
-                if inner is not None:
-                    return inner
-            raise self._failure(_drain(errors_r), answer)
+                os.close(info_w)
+            said = await _first_words(ready_r, until_end=self.spec.command is not None)
+            if said[:1] != b"R":
+                raise self._failure(_drain(errors_r))
+            if said[1:2] == b"E":
+                raise SandboxFailedError(
+                    f"the main command cannot be run: {self.spec.command[0] if self.spec.command else ''}",
+                    provider="local",
+                    sandbox_id=self.place.sandbox_id,
+                    reason="command",
+                )
+            # bwrap has said who the first process in the namespaces is before it let it run.
+            inner = ProcessMark.of(json.loads(_drain(info_r))["child-pid"])
+            if inner is None:
+                raise self._failure(_drain(errors_r))
+            self.place.add_inner(inner)
+            return inner
         finally:
             os.close(ready_r)
             os.close(errors_r)
+            os.close(info_r)
 
     def _message(self) -> Message:
         place, spec, foundation, translate = self.place, self.spec, self.foundation, self.client.translate
@@ -163,10 +167,10 @@ class Launch:
         }
         return {**usual, **self.foundation.environment, **self.spec.environment}
 
-    def _failure(self, stderr: str, answer: tuple[Message, list[int]] | None) -> SandboxFailedError:
+    def _failure(self, stderr: str) -> SandboxFailedError:
         from lowtide.providers.local import doctor
 
-        why = stderr.strip() or (answer[0].get("why") if answer else None) or "bwrap ended without a word"
+        why = stderr.strip() or "bwrap ended without a word"
         return SandboxFailedError(
             f"the sandbox could not be started: {why}{doctor.advice(why)}",
             provider="local",

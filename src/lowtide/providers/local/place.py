@@ -25,6 +25,12 @@ class ProcessMark:
     pid: int
     start_time: int
 
+    @classmethod
+    def of(cls, pid: int) -> ProcessMark | None:
+        """The process that has this number now; None when it is gone."""
+        start = start_time(pid)
+        return None if start is None else cls(pid, start)
+
     def alive(self) -> bool:
         return start_time(self.pid) == self.start_time
 
@@ -71,6 +77,14 @@ class Place:
                 marks.append(ProcessMark(int(pid), int(start)))
         marks += [None, None]
         return marks[0], marks[1]
+
+    def add_inner(self, mark: ProcessMark) -> None:
+        """Write the inner bwrap down. The outer one has written itself down before it ran."""
+        fd = os.open(self.path / "pid", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        try:
+            os.write(fd, b"%d %d\n" % (mark.pid, mark.start_time))
+        finally:
+            os.close(fd)
 
     def exit_code(self) -> int | None:
         """What the main process ended with, when it ended by itself."""

@@ -196,6 +196,14 @@ class LocalProvider:
     ) -> int:
         return await files.write_file(self._entrance.inside(sandbox_id), _absolute(path), chunks, mode)
 
+    async def read_into(self, sandbox_id: str, path: str, descriptor: int) -> int:
+        return await files.read_into(self._entrance.inside(sandbox_id), _absolute(path), descriptor)
+
+    async def write_from(
+        self, sandbox_id: str, path: str, descriptor: int, *, mode: int | None = None
+    ) -> int:
+        return await files.write_from(self._entrance.inside(sandbox_id), _absolute(path), descriptor, mode)
+
     async def stat(self, sandbox_id: str, path: str) -> FileEntry:
         return await files.stat(self._entrance.inside(sandbox_id), _absolute(path))
 

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,8 @@ class SpawnerClient:
         self._pid = 0
         self._lock: asyncio.Lock | None = None
         self._keys = itertools.count(1)
+        self._spare: socket.socket | None = None  # to a process that waits to become a sandbox
+        self._asked: Reply | None = None  # for the next one
         self.staged: dict[str, str] = {}
         self.idmapped = False
         _clients.add(self)
@@ -142,6 +144,41 @@ class SpawnerClient:
             theirs.close()
         return Reply(ours)
 
+    async def create(self, message: Message, fds: Sequence[int]) -> None:
+        """Hand the work to the process that waits for it, or have one made now. bwrap answers on its descriptors."""
+        spare, self._spare = self._spare, None
+        try:
+            if spare is None or not _hand_over(spare, message, fds):
+                (await self.request({"op": "create", **message}, fds)).close()
+        finally:
+            if spare is not None:
+                spare.close()
+        if self._asked is None:
+            self._asked = await self.request({"op": "spare"}, [])
+            asyncio.get_running_loop().add_reader(self._asked.socket.fileno(), self._take_spare)
+
+    def _take_spare(self) -> None:
+        asked = self._asked
+        if asked is None:
+            return
+        try:
+            said = asked.take()
+        except BlockingIOError:
+            return
+        self._stop_asking()
+        if said is not None and said[1]:
+            self._spare = socket.socket(fileno=said[1][0])
+            self._spare.setblocking(False)
+
+    def _stop_asking(self) -> None:
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            with contextlib.suppress(
+                RuntimeError
+            ):  # no loop runs here: it has ended, and its readers with it
+                asyncio.get_running_loop().remove_reader(asked.socket.fileno())
+            asked.close()
+
     async def tell(self, message: Message) -> None:
         """Send one request that has no answer."""
         await self._send(message, [])
@@ -150,15 +187,7 @@ class SpawnerClient:
         control = self._control
         if control is None:
             raise SandboxUnavailableError("the local spawner has ended", provider="local")
-        data = json.dumps(message).encode()
-        spare = -1
-        if len(data) > _LONGEST:
-            spare = os.memfd_create("request", os.MFD_CLOEXEC)
-            for at in range(0, len(data), 1 << 20):
-                os.write(spare, data[at : at + (1 << 20)])
-            data, fds = b"M", [*fds, spare]
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        try:
+        with _packet(message, fds) as (data, ancillary):
             while True:
                 try:
                     control.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
@@ -169,24 +198,54 @@ class SpawnerClient:
                 except OSError as error:
                     self.close()
                     raise SandboxUnavailableError("the local spawner has ended", provider="local") from error
-        finally:
-            if spare >= 0:
-                os.close(spare)
 
     def close(self) -> None:
         """Let the spawner end. Its sandboxes go on; commands it started lose their reporter."""
         control, pid, self._control, self._pid = self._control, self._pid, None, 0
         self._lock = None
-        if control is not None:
-            control.close()
+        self._stop_asking()
+        spare, self._spare = self._spare, None
+        for sock in (control, spare):
+            if sock is not None:
+                sock.close()
         if pid:
             _reap(pid)
 
     def forget(self) -> None:
         """In a forked child: it is the parent's."""
-        control, self._control, self._pid, self._lock = self._control, None, 0, None
-        if control is not None:
-            control.close()
+        held = (self._control, self._spare, self._asked)
+        self._control, self._pid, self._lock, self._spare, self._asked = None, 0, None, None, None
+        for sock in held:
+            if sock is not None:
+                sock.close()
+
+
+@contextlib.contextmanager
+def _packet(
+    message: Message, fds: Sequence[int]
+) -> Iterator[tuple[bytes, list[tuple[int, int, array.array[int]]]]]:
+    """One message as it goes on a socket; what is too long for a packet goes in a memory file."""
+    data = json.dumps(message).encode()
+    memory = -1
+    try:
+        if len(data) > _LONGEST:
+            memory = os.memfd_create("request", os.MFD_CLOEXEC)
+            for at in range(0, len(data), 1 << 20):
+                os.write(memory, data[at : at + (1 << 20)])
+            data, fds = b"M", [*fds, memory]
+        yield data, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    finally:
+        if memory >= 0:
+            os.close(memory)
+
+
+def _hand_over(spare: socket.socket, message: Message, fds: Sequence[int]) -> bool:
+    with _packet(message, fds) as (data, ancillary):
+        try:
+            spare.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
+            return True
+        except OSError:
+            return False  # somebody has killed it
 
 
 def _forget_all() -> None:

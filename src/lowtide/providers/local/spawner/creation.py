@@ -7,61 +7,25 @@ import errno
 import fcntl
 import json
 import os
+import select
 import signal
 import socket
 import struct
 
 from .config import config
-from .kernel import NEWNS, SYS_CLOSE_RANGE, SYS_KEYCTL, check, libc, put
+from .kernel import NEWNS, NEWUSER, SYS_CLOSE_RANGE, SYS_KEYCTL, check, libc, put
 from .restrictions import default_signals, first_limits
 from .staging import write_maps
-from .wire import Fds, Message, complain, receive, send
+from .wire import Fds, Message, complain, receive
 
 # The descriptors bwrap and the sandbox's first process find open. The first process knows READY and SELF.
-INFO, BLOCK, SECCOMP, READY, SELF, STATUS, ARGS = 3, 4, 5, 6, 7, 8, 9
-
-
-class Creation:
-    """One sandbox on its way: from the request until its first process may run."""
-
-    def __init__(self, message: Message, fds: Fds, spare: Spare | None) -> None:
-        self.message = message
-        self.reply, self.stderr, self.ready = fds
-        self.info_r, self.info_w = os.pipe()
-        self.block_r, self.block_w = os.pipe()
-        given = [self.stderr, self.info_w, self.block_r, self.ready]
-        if not (spare is not None and spare.take(message, given)):
-            Spare().take(message, given)
-        for fd in given:
-            os.close(fd)
-
-    def advance(self) -> None:
-        """bwrap said who the first process in the namespaces is: give it its ids and let it go on."""
-        try:
-            said = b""
-            while not said.rstrip().endswith(b"}"):  # bwrap writes it in pieces, and dies of a closed pipe
-                piece = os.read(self.info_r, 65536)
-                if not piece:
-                    break
-                said += piece
-            inner = json.loads(said)["child-pid"] if said else 0
-            if not inner:
-                return send(self.reply, {"error": "bwrap"})
-            write_maps(inner)
-            put(f"{self.message['dir']}/pid", b"\n" + identity(inner), os.O_WRONLY | os.O_APPEND)
-            os.write(self.block_w, b"1")
-            send(self.reply, {"inner": inner})
-        except (OSError, ValueError) as error:
-            send(self.reply, {"error": "maps", "why": str(error)})
-        finally:
-            for fd in (self.info_r, self.block_w, self.reply):
-                os.close(fd)
+INFO, NAMESPACE, SECCOMP, READY, SELF, STATUS, ARGS = 3, 4, 5, 6, 7, 8, 9
 
 
 class Spare:
-    """A process that waits to become the next sandbox's bwrap, already forked and already a child of init.
+    """A process that waits to become the next sandbox's bwrap: forked, a child of init, with a user namespace.
 
-    Forking twice is a good part of a create; this way it is done beforehand, in a quiet moment.
+    Forking twice and mapping ids is a good part of a create; this way it is done beforehand, in a quiet moment.
     """
 
     def __init__(self) -> None:
@@ -69,12 +33,13 @@ class Spare:
         if os.fork() == 0:
             try:
                 between = os.getpid()
+                holds_r, holds_w = os.pipe()
                 if os.fork() == 0:
-                    # bwrap dies with its parent, and that must be init and not the one between. (An end of
-                    # file on a pipe would be too early: descriptors are closed before children are told.)
-                    while os.getppid() == between:
-                        os.sched_yield()
-                    wait_for_work(theirs)
+                    os.close(holds_w)
+                    namespace = take_namespace(between, holds_r)
+                    wait_for_work(theirs, namespace)
+                else:
+                    hold_namespace(holds_w)
             finally:
                 os._exit(1)
         theirs.close()
@@ -97,25 +62,57 @@ class Spare:
                 os.close(fd)
 
 
-def wait_for_work(own: socket.socket) -> None:
-    """In the spare: hold nothing of anybody's while waiting, leave when the spawner does."""
-    keep = sorted((0, 1, 2, own.fileno(), config.elf_fd, config.seccomp_fd))
+def hold_namespace(holds: int) -> None:
+    """In the one between: make the user namespace as the user that bwrap will be, for only its maker may join it."""
+    if config.base is not None:
+        os.setgroups([])
+        os.setresgid(config.base, config.base, config.base)
+        os.setresuid(config.base, config.base, config.base)
+    if libc.unshare(NEWUSER) == 0:
+        os.write(holds, b"1")
+        while True:
+            signal.pause()
+
+
+def take_namespace(between: int, holds: int) -> int:
+    """In the spare: map the namespace's ids, open it, and become a child of init. -1: there are none to be had."""
+    pidfd = os.pidfd_open(between)
+    try:
+        namespace = -1
+        if os.read(holds, 1) == b"1":
+            write_maps(between)
+            namespace = os.open(f"/proc/{between}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        return namespace
+    finally:
+        # bwrap dies with its parent, and that must be init and not the one between. A process is told of as
+        # ended only after its children have their new parent.
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        poll.poll()
+
+
+def wait_for_work(own: socket.socket, namespace: int) -> None:
+    """In the spare: hold nothing of anybody's while waiting, leave when whoever may use it does."""
+    keep = sorted({0, 1, 2, own.fileno(), config.elf_fd, config.seccomp_fd, max(namespace, 0)})
     for low, high in zip(keep, [*keep[1:], 0x80000000], strict=True):
         if low + 1 <= high - 1:
             libc.syscall(SYS_CLOSE_RANGE, low + 1, high - 1, 0)
     work = receive(own)
     if work is None:
         return
-    message, (stderr, info, block, ready) = work
+    message, (stderr, info, ready) = work
     try:
-        become_bwrap(message, stderr, info, block, ready)
+        if namespace < 0:
+            raise OSError(errno.EPERM, "No permissions to create a new user namespace")
+        become_bwrap(message, stderr, info, namespace, ready)
     except BaseException as error:
         complain(stderr, error)
 
 
-def become_bwrap(message: Message, stderr: int, info: int, block: int, ready: int) -> None:
+def become_bwrap(message: Message, stderr: int, info: int, namespace: int, ready: int) -> None:
     place = message["dir"]
-    put(f"{place}/pid", identity(os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    put(f"{place}/pid", identity(os.getpid()) + b"\n", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     for procs in message["cgroups"]:
         put(procs, b"0")
     if message["disk"]:
@@ -134,7 +131,7 @@ def become_bwrap(message: Message, stderr: int, info: int, block: int, ready: in
         null,
         stderr,
         info,
-        block,
+        namespace,
         seccomp,
         ready,
         config.elf_fd,

@@ -13,7 +13,7 @@ import struct
 from .calls import call_inside
 from .commands import start_process, start_process_as_root
 from .config import config
-from .creation import Creation, Spare
+from .creation import Spare
 from .ending import terminate_tree
 from .kernel import SYS_CLOSE_RANGE, libc
 from .staging import configure, stage_more
@@ -27,8 +27,7 @@ class Spawner:
         self.control = control
         self.poller = select.epoll()
         self.births_r, self.births_w = os.pipe()
-        self.creations: dict[int, Creation] = {}
-        self.spare: Spare | None = None
+        self.wanted = -1  # the reply socket of who asked for a spare
         self.firsts: dict[int, int] = {}  # pid of the one that enters -> key
         self.processes: dict[int, int] = {}  # pid of a command -> key
         self.replies: dict[int, int] = {}  # key -> reply socket
@@ -45,16 +44,21 @@ class Spawner:
         control = self.control.fileno()
         for fd in (wake_r, self.births_r, control):
             self.poller.register(fd, select.EPOLLIN)
-        while True:
-            waiting = self.spare is None and config.elf_fd >= 0 and not self.creations
+        serving = True
+        # Its commands are its children. When the owner is gone it stays to reap them: a sandbox is dead only
+        # when the last zombie in it is reaped, and the machine's init may take a second or more for that.
+        while serving or self.processes or self.firsts:
+            waiting = serving and self.wanted >= 0
             events = self.poller.poll(_QUIET_SECONDS if waiting else -1)
             if not events and waiting:
-                self.spare = Spare()
+                self.hand_out_spare()
             for fd, _ in events:
                 if fd == control:
                     request = receive(self.control)
                     if request is None:
-                        return
+                        serving = False
+                        self.poller.unregister(control)
+                        continue
                     self.handle(*request)
                 elif fd == wake_r:
                     try:
@@ -65,9 +69,6 @@ class Spawner:
                     self.reap()
                 elif fd == self.births_r:
                     self.take_births()
-                elif fd in self.creations:
-                    self.poller.unregister(fd)
-                    self.creations.pop(fd).advance()
 
     def handle(self, message: Message, fds: Fds) -> None:
         op = message["op"]
@@ -76,11 +77,11 @@ class Spawner:
             if op == "configure":
                 send(fds[0], configure(message, fds))
             elif op == "create":
-                creation = Creation(message, fds, self.spare)
-                self.spare = None
-                keep = fds
-                self.creations[creation.info_r] = creation
-                self.poller.register(creation.info_r, select.EPOLLIN)
+                Spare().take(message, fds[1:])
+            elif op == "spare":
+                if self.wanted >= 0:
+                    os.close(self.wanted)
+                self.wanted, keep = fds[0], fds
             elif op == "exec":
                 key = message["key"]
                 if config.base is not None:
@@ -105,6 +106,13 @@ class Spawner:
             for fd in fds:
                 if fd not in keep:
                     os.close(fd)
+
+    def hand_out_spare(self) -> None:
+        spare = Spare()
+        send(self.wanted, {"ok": True}, [spare.ours.fileno()])
+        spare.ours.close()
+        os.close(self.wanted)
+        self.wanted = -1
 
     def signal(self, key: int, number: int) -> None:
         pid = self.pids.get(key)
