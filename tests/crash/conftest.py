@@ -22,9 +22,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.crash)
 
 
+@pytest.fixture(scope="session")
+def e2b_environment() -> Iterator[dict[str, str]]:
+    """An emulator for the whole session. Worlds tell their sandboxes apart by their ledgers."""
+    from lowtide.testing import emulator
+
+    with emulator("e2b", plain=True) as handle:
+        yield handle.environment
+
+
 @pytest.fixture(params=PROVIDERS)
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
-    world = World(tmp_path, request.param)
+    environment = request.getfixturevalue("e2b_environment") if request.param == "e2b" else None
+    world = World(tmp_path, request.param, environment)
     yield world
     world.close()
     request.node.user_properties.append(
