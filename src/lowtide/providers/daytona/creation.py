@@ -1,0 +1,154 @@
+"""What Daytona is asked for when a sandbox is made."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from lowtide import errors
+from lowtide.providers.base import LABEL_PREFIX, NetworkMode, SandboxSpec
+from lowtide.providers.daytona.options import DaytonaOptions
+
+if TYPE_CHECKING:
+    from daytona import CreateSandboxFromImageParams, CreateSandboxFromSnapshotParams
+
+PROVIDER = "daytona"
+WORKING_DIR = LABEL_PREFIX + "cwd"
+DEFAULT_LIFETIME = 300.0
+_GIB = 1 << 30
+
+
+def parameters(
+    spec: SandboxSpec, default_snapshot: str | None
+) -> CreateSandboxFromSnapshotParams | CreateSandboxFromImageParams:
+    """Raises ValidationError for what Daytona could only refuse."""
+    from daytona import CreateSandboxFromImageParams, CreateSandboxFromSnapshotParams, Resources, VolumeMount
+
+    options = options_of(spec)
+    image, snapshot = _start(spec, options)
+    asked: dict[str, Any] = {
+        "name": spec.lease_id,
+        "language": "python",
+        "labels": _labels(spec, options),
+        "env_vars": dict(spec.environment),
+        "public": options.public,
+        **_lifetime(spec, options),
+        **_network(spec),
+    }
+    if options.auto_archive_minutes is not None:
+        asked["auto_archive_interval"] = options.auto_archive_minutes
+    if options.target is not None:
+        asked["target"] = options.target
+    if options.user is not None:
+        asked["os_user"] = options.user
+    if options.volumes:
+        asked["volumes"] = [
+            VolumeMount(volume_id=volume, mount_path=path) for path, volume in options.volumes.items()
+        ]
+    if options.secrets:
+        asked["secrets"] = dict(options.secrets)
+    if options.spot:
+        asked["spot"] = True
+    if image is None:
+        if any(getattr(spec.limits, name) is not None for name in ("cpu", "memory_bytes", "disk_bytes")):
+            raise errors.UnsupportedError(
+                "a snapshot has its own processors, memory and disk; limits need an image",
+                feature="limits without an image",
+                alternative="container_image=…",
+                argument="resources",
+                provider=PROVIDER,
+            )
+        return CreateSandboxFromSnapshotParams(snapshot=snapshot or default_snapshot, **asked)
+    resources = Resources(
+        cpu=_whole("cpu", spec.limits.cpu),
+        memory=_whole("memory", spec.limits.memory_bytes, _GIB),
+        disk=_whole("disk", spec.limits.disk_bytes, _GIB),
+    )
+    return CreateSandboxFromImageParams(image=image, resources=resources, **asked)
+
+
+def options_of(spec: SandboxSpec) -> DaytonaOptions:
+    if spec.options is None:
+        return DaytonaOptions()
+    if not isinstance(spec.options, DaytonaOptions):
+        raise errors.ValidationError(
+            f"options for daytona are DaytonaOptions, not {type(spec.options).__name__}",
+            argument="provider_options",
+            provider=PROVIDER,
+        )
+    return spec.options
+
+
+def minutes(seconds: float) -> int:
+    """Daytona counts in minutes: never shorter than asked, and at least one."""
+    return max(1, math.ceil(seconds / 60.0))
+
+
+def _start(spec: SandboxSpec, options: DaytonaOptions) -> tuple[str | None, str | None]:
+    image = spec.image or options.image
+    snapshot = spec.snapshot or options.snapshot
+    if image is not None and snapshot is not None:
+        raise errors.ValidationError(
+            "a sandbox starts from a snapshot or from an image", argument="image", provider=PROVIDER
+        )
+    return image, snapshot
+
+
+def _labels(spec: SandboxSpec, options: DaytonaOptions) -> dict[str, str]:
+    labels = {str(key): str(value) for key, value in options.labels.items()}
+    reserved = next((key for key in labels if key.startswith(LABEL_PREFIX)), None)
+    if reserved is not None:
+        raise errors.ValidationError(
+            f"label {reserved!r} begins with {LABEL_PREFIX!r}, which is lowtide's own",
+            argument="labels",
+            provider=PROVIDER,
+        )
+    labels.update(spec.labels.as_dict())
+    if spec.working_dir is not None:
+        labels[WORKING_DIR] = spec.working_dir
+    return labels
+
+
+def _lifetime(spec: SandboxSpec, options: DaytonaOptions) -> dict[str, int]:
+    """The dead-man's switch: a hard end, and an end by idleness where a server does not know the first."""
+    lives = minutes(spec.lifetime_seconds or DEFAULT_LIFETIME)
+    stops = options.auto_stop_minutes if options.auto_stop_minutes is not None else lives
+    return {
+        "ttl_minutes": lives,
+        "auto_stop_interval": stops,
+        "auto_delete_interval": options.auto_delete_minutes,
+    }
+
+
+def _network(spec: SandboxSpec) -> dict[str, Any]:
+    if spec.network is None or spec.network.mode is NetworkMode.FULL:
+        return {}
+    if spec.network.mode is NetworkMode.NONE:
+        return {"network_block_all": True}
+    ranges = [entry for entry in spec.network.allow if _is_range(entry)]
+    names = [entry for entry in spec.network.allow if not _is_range(entry)]
+    asked = {}
+    if ranges:
+        asked["network_allow_list"] = ",".join(entry if "/" in entry else f"{entry}/32" for entry in ranges)
+    if names:
+        asked["domain_allow_list"] = ",".join(names)
+    return asked or {"network_block_all": True}
+
+
+def _is_range(entry: str) -> bool:
+    return entry.replace(".", "").replace("/", "").isdigit() or ":" in entry
+
+
+def _whole(name: str, value: float | None, unit: int = 1) -> int | None:
+    if value is None:
+        return None
+    if value < unit or value % unit:
+        steps = "whole processors" if unit == 1 else "whole GiB"
+        raise errors.UnsupportedError(
+            f"Daytona gives {name} in {steps}",
+            feature=f"{name} of {value:g}{'' if unit == 1 else ' bytes'}",
+            alternative=f"{name} in {steps}",
+            argument="resources",
+            provider=PROVIDER,
+        )
+    return int(value // unit)

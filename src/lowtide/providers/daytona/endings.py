@@ -1,0 +1,118 @@
+"""Deleting a sandbox: asked by id, confirmed by id, and honest about what could not be done.
+
+404 is success. 409 means another change is under way, and is asked again. 403 means the key may not
+delete: then the sandbox is stopped, which ends one that is set to be deleted when it stops, and if it
+is still there after that, the error says so. A list is never taken for an answer: it lags.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from lowtide import errors
+from lowtide.providers.daytona.deadline import within
+from lowtide.providers.daytona.failures import mapped, status_of, translated
+from lowtide.providers.daytona.states import word
+
+if TYPE_CHECKING:
+    from daytona import AsyncDaytona
+
+log = logging.getLogger("lowtide.daytona")
+
+CALL_SECONDS = 20.0
+BUSY_SECONDS = 30.0
+"""How long another change of the sandbox's state may keep a delete waiting."""
+CONFIRM_SECONDS = 20.0
+"""How long an accepted delete may take. After that the caller tries again; nothing is forgotten."""
+
+
+async def delete(sdk: AsyncDaytona, sandbox_id: str) -> bool:
+    """True: deleted now, confirmed. False: it was already gone."""
+    api: Any = sdk._sandbox_api
+    deadline = time.monotonic() + BUSY_SECONDS
+    delay = 0.05
+    while True:
+        try:
+            deleting = api.delete_sandbox(sandbox_id, _request_timeout=CALL_SECONDS)
+            answer = await within(CALL_SECONDS + 1.0, deleting, "delete", sandbox_id)
+        except errors.LowtideError:
+            raise
+        except Exception as error:
+            status = status_of(error)
+            if status in (404, 410):
+                return False
+            if status == 403:
+                return await _stopped_instead(api, sandbox_id, error)
+            found = translated(error, sandbox_id)
+            if status != 409 or time.monotonic() > deadline:
+                if found is None:
+                    raise
+                raise found from error
+            log.info("sandbox %s: not deleted yet: %s", sandbox_id, error)
+        else:
+            if answer is None or word(answer) != "destroyed":
+                await _confirmed(api, sandbox_id)
+            return True
+        if await _is_gone(api, sandbox_id, ending=True):
+            await _confirmed(api, sandbox_id)
+            return True
+        await asyncio.sleep(delay)
+        delay = min(delay * 2, 2.0)
+
+
+async def _confirmed(api: Any, sandbox_id: str) -> None:
+    """An accepted delete is not always one that happened."""
+    deadline = time.monotonic() + CONFIRM_SECONDS
+    delay = 0.02
+    while not await _is_gone(api, sandbox_id):
+        if time.monotonic() > deadline:
+            raise errors.SandboxUnavailableError(
+                f"Daytona accepted the deletion of {sandbox_id}, but it is still there",
+                provider="daytona",
+                sandbox_id=sandbox_id,
+            )
+        await asyncio.sleep(delay)
+        delay = min(delay * 1.6, 1.0)
+
+
+async def _is_gone(api: Any, sandbox_id: str, *, ending: bool = False) -> bool:
+    """By id. With `ending`, one that is being destroyed counts too."""
+    try:
+        asking = api.get_sandbox(sandbox_id, _request_timeout=CALL_SECONDS)
+        found = await within(CALL_SECONDS + 1.0, asking, "get", sandbox_id)
+    except errors.LowtideError:
+        raise
+    except Exception as error:
+        if status_of(error) in (404, 410):
+            return True
+        meant = translated(error, sandbox_id)
+        if meant is None:
+            raise
+        raise meant from error
+    return word(found) in (("destroyed", "destroying") if ending else ("destroyed",))
+
+
+async def _stopped_instead(api: Any, sandbox_id: str, refusal: Exception) -> bool:
+    """Not allowed to delete: at least it runs no longer, and the lease stays in the ledger."""
+    became = "it could not be stopped either"
+    try:
+        with mapped(sandbox_id):
+            stopping = api.stop_sandbox(sandbox_id, force=True, _request_timeout=CALL_SECONDS)
+            await within(CALL_SECONDS + 1.0, stopping, "stop", sandbox_id)
+            became = "it was stopped instead"
+            for _ in range(20):
+                if await _is_gone(api, sandbox_id):
+                    return True
+                await asyncio.sleep(0.1)
+    except errors.SandboxNotFoundError:
+        return True
+    except errors.LowtideError as error:
+        log.warning("sandbox %s: not allowed to delete it, and stopping it failed: %s", sandbox_id, error)
+    raise errors.AuthenticationError(
+        f"this key may not delete sandbox {sandbox_id}; {became}. Delete it with a key that may",
+        provider="daytona",
+        sandbox_id=sandbox_id,
+    ) from refusal

@@ -1,0 +1,370 @@
+"""One command in a sandbox: started once in a session, followed through its log, however often that breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from lowtide import errors
+from lowtide.providers.base import STDERR, STDOUT, ProcessSpec, TerminalSize
+from lowtide.providers.daytona import script
+from lowtide.providers.daytona.deadline import within
+from lowtide.providers.daytona.failures import status_of, translated, was_cut
+from lowtide.providers.daytona.lines import EncodedStream
+from lowtide.providers.daytona.sessions import CALL_SECONDS, Session, Sessions
+
+if TYPE_CHECKING:
+    from daytona import AsyncSandbox
+
+log = logging.getLogger("lowtide.daytona")
+
+START_SECONDS = 60.0
+_QUEUE_CHUNKS = 256
+_CLOSING_SECONDS = 0.5
+"""How long a log may go on after the command's end before its session counts as held by a background job."""
+_LOST_SECONDS = 5.0
+"""How long a command whose start was not answered may take to appear in its session."""
+_BROKEN_SECONDS = 60.0
+"""How long the log may be unreachable while the sandbox is there."""
+
+Explain = Callable[[errors.LowtideError], Awaitable[errors.LowtideError]]
+"""What an error of the way to the sandbox really means: mostly that the sandbox is gone."""
+
+
+class Inside:
+    """Scripts of ours beside a command: signals and the end of its tree."""
+
+    def __init__(self, box: AsyncSandbox, tag: int, explain: Explain) -> None:
+        self._box, self._tag, self._explain = box, tag, explain
+
+    async def signal(self, leader: int, number: int) -> None:
+        await self._run(script.signal(leader, number, self._tag))
+
+    async def terminate(self, grace_seconds: float) -> None:
+        # Also after the command's own end: what it left running is part of its tree.
+        if await self._run(script.terminate(self._tag, grace_seconds), grace_seconds):
+            raise errors.SandboxUnavailableError(
+                "some processes of the command could not be killed",
+                provider="daytona",
+                sandbox_id=self._box.id,
+            )
+
+    async def _run(self, text: str, seconds: float = 0.0) -> int:
+        """One that is gone has nothing left to signal. A repeated script does no harm."""
+        delay = 0.1
+        while True:
+            try:
+                running = self._box.process.exec(script.alone(text))
+                ran = await within(seconds + CALL_SECONDS, running, "a signal", self._box.id)
+                return int(ran.exit_code)
+            except Exception as error:
+                meant = await meaning(error, self._box, self._explain)
+                if isinstance(meant, errors.SandboxGone | errors.SandboxNotFoundError):
+                    return 0
+                if not was_cut(meant) or delay > 1.0:
+                    raise meant from error
+            await asyncio.sleep(delay)
+            delay *= 2
+
+
+class DaytonaProcess:
+    """A `ProcessHandle` without a terminal."""
+
+    def __init__(
+        self,
+        box: AsyncSandbox,
+        sessions: Sessions,
+        session: Session,
+        command_id: str,
+        *,
+        wrapping: script.Wrapping,
+        stdin: bool,
+        explain: Explain,
+    ) -> None:
+        self._box, self._sessions, self._session, self._command_id = box, sessions, session, command_id
+        self._explain = explain
+        self._inside = Inside(box, wrapping.tag, explain)
+        loop = asyncio.get_running_loop()
+        self._chunks: asyncio.Queue[tuple[int, bytes] | None] = asyncio.Queue(_QUEUE_CHUNKS)
+        self._code: asyncio.Future[int] = loop.create_future()
+        self._code.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        self._led: asyncio.Future[int] = loop.create_future()
+        self._streams = {STDOUT: EncodedStream(wrapping.mark), STDERR: EncodedStream(wrapping.mark)}
+        self._input_open, self._frames = stdin, 0
+        self._feeding = asyncio.Lock()
+        self._closed = False
+        self._pump = loop.create_task(self._run())
+
+    @classmethod
+    async def start(
+        cls,
+        box: AsyncSandbox,
+        sessions: Sessions,
+        spec: ProcessSpec,
+        *,
+        working_dir: str | None,
+        explain: Explain,
+    ) -> DaytonaProcess:
+        """Returns when the daemon has started it, once. Raises what the SDK raises."""
+        wrapping = script.Wrapping()
+        command = wrapping.command(spec, working_dir)
+        session = await sessions.take()
+        try:
+            command_id = await _started(box, session, command)
+        except Exception as error:
+            found = translated(error, box.id)
+            status = status_of(error)
+            if found is None or not (was_cut(found) or status in (404, 409, 410)):
+                sessions.end_soon(session)
+                raise
+            # Nobody knows whether it runs. The session does: it has the command, or it is ended, and
+            # then a request that comes late finds nothing to start it in.
+            known = None if status in (404, 410) else await _appeared(box, session)
+            if known is not None:
+                log.info("sandbox %s: the answer to a start was lost; found the command again", box.id)
+                command_id = known
+            else:
+                await sessions.end(session)
+                session = await sessions.take()
+                command_id = await _started(box, session, command)
+        except asyncio.CancelledError:
+            sessions.end_soon(session)
+            raise
+        session.commands.add(command_id)
+        return cls(box, sessions, session, command_id, wrapping=wrapping, stdin=spec.stdin, explain=explain)
+
+    # The handle
+
+    async def output(self) -> AsyncIterator[tuple[int, bytes]]:
+        while (chunk := await self._chunks.get()) is not None:
+            yield chunk
+        if self._code.done() and (error := self._code.exception()) is not None:
+            raise error
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._code)
+
+    async def write_stdin(self, data: bytes) -> None:
+        for start in range(0, len(data), script.FRAME_BYTES):
+            if not self._input_open or self._code.done() or self._streams[STDERR].input_broken:
+                raise BrokenPipeError("the command has closed its standard input or ended")
+            await self._send(data[start : start + script.FRAME_BYTES])
+
+    async def close_stdin(self) -> None:
+        if not self._input_open or self._code.done():
+            return
+        self._input_open = False
+        with contextlib.suppress(BrokenPipeError):
+            await self._send(b"")
+
+    async def resize(self, size: TerminalSize) -> None:
+        return None
+
+    async def signal(self, number: int) -> None:
+        if self._code.done():
+            return
+        await asyncio.wait({self._led, self._code}, return_when=asyncio.FIRST_COMPLETED)
+        if not self._code.done():
+            await self._inside.signal(self._led.result(), number)
+
+    async def terminate(self, grace_seconds: float) -> None:
+        await self._inside.terminate(grace_seconds)
+        if not self._chunks.full():  # else nobody reads the output; the processes are gone all the same
+            with contextlib.suppress(errors.LowtideError, TimeoutError):
+                async with asyncio.timeout(5):
+                    await self.wait()
+
+    async def aclose(self) -> None:
+        self._closed = True
+        if not self._pump.done() and not self._code.done():
+            self._pump.cancel()
+        if not self._pump.done():
+            await asyncio.wait({self._pump}, timeout=_CLOSING_SECONDS * 2)
+            self._pump.cancel()
+
+    # Inside
+
+    async def _run(self) -> None:
+        try:
+            await self._follow()
+        except asyncio.CancelledError:
+            self._fail(
+                errors.SandboxUnavailableError("the connection to the command was let go", provider="daytona")
+            )
+            while not self._chunks.empty():
+                self._chunks.get_nowait()
+            self._chunks.put_nowait(None)
+            raise
+        except Exception as error:
+            self._fail(await meaning(error, self._box, self._explain))
+            await self._chunks.put(None)
+
+    async def _follow(self) -> None:
+        """Read the log until both streams have said the exit code; after a break read on where it broke."""
+        loop = asyncio.get_running_loop()
+        silent_since = loop.time()
+        delay = 0.05
+        while True:
+            before = self._taken()
+            following = asyncio.ensure_future(
+                self._box.process.get_session_command_logs_async(
+                    self._session.session_id, self._command_id, self._on_stdout, self._on_stderr
+                )
+            )
+            try:
+                await asyncio.wait({following, self._code}, return_when=asyncio.FIRST_COMPLETED)
+                if self._code.done():
+                    await self._chunks.put(None)
+                    await self._let_session_go(following)
+                    return
+                failure = following.exception()
+            finally:
+                if not following.done():
+                    following.cancel()
+                    await asyncio.wait({following}, timeout=1.0)
+            if self._taken() > before:
+                silent_since, delay = loop.time(), 0.05
+            meant = None
+            if failure is not None:
+                meant = await meaning(failure, self._box, self._explain)
+                if not was_cut(meant) and not isinstance(meant, errors.SandboxError):
+                    raise meant from failure
+                if isinstance(meant, errors.SandboxGone):
+                    raise meant from failure
+            if meant is None or isinstance(meant, errors.SandboxNotFoundError):
+                # The log has ended and the shell around the command has not reported: it was killed too.
+                await self._settle_without_mark()
+                return
+            if loop.time() - silent_since > _BROKEN_SECONDS:
+                raise meant
+            log.info("sandbox %s: following a command again after: %s", self._box.id, meant)
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, 5.0)
+            for stream in self._streams.values():
+                stream.again()
+
+    def _taken(self) -> int:
+        return sum(stream.taken for stream in self._streams.values())
+
+    async def _on_stdout(self, text: str) -> None:
+        await self._heard(STDOUT, text)
+
+    async def _on_stderr(self, text: str) -> None:
+        await self._heard(STDERR, text)
+
+    async def _heard(self, stream: int, text: str) -> None:
+        encoded = self._streams[stream]
+        if encoded.code is not None:
+            encoded.feed(text)
+            return
+        data = encoded.feed(text)
+        if encoded.leader is not None and not self._led.done():
+            self._led.set_result(encoded.leader)
+        if data:
+            await self._chunks.put((stream, data))
+        if encoded.code is not None and all(one.code is not None for one in self._streams.values()):
+            self._settle(encoded.code)
+
+    async def _settle_without_mark(self) -> None:
+        for stream, encoded in self._streams.items():
+            if rest := encoded.rest():
+                await self._chunks.put((stream, rest))
+        asking = self._box.process.get_session_command(self._session.session_id, self._command_id)
+        found = await within(CALL_SECONDS, asking, "the exit code", self._box.id)
+        if found.exit_code is None:
+            raise errors.SandboxUnavailableError(
+                "the log of the command ended before the command", provider="daytona", sandbox_id=self._box.id
+            )
+        code = int(found.exit_code)
+        self._settle(code if code >= 0 else 137)
+        await self._chunks.put(None)
+        self._sessions.end_soon(self._session)
+
+    async def _let_session_go(self, following: asyncio.Future[None]) -> None:
+        """The exit code is out and read. When the log ends too, nothing holds the session any more."""
+        if self._input_open:
+            self._input_open = False
+            with contextlib.suppress(Exception):
+                await self._send(b"", after_end=True)
+        await asyncio.wait({following}, timeout=_CLOSING_SECONDS)
+        if following.done() and not following.cancelled() and following.exception() is None:
+            self._sessions.give_back(self._session, logged=self._taken())
+
+    def _settle(self, code: int) -> None:
+        if not self._code.done():
+            self._code.set_result(code)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._code.done():
+            self._code.set_exception(error)
+
+    async def _send(self, data: bytes, *, after_end: bool = False) -> None:
+        """One frame, or the end. It has a number, so that it can be sent again when the answer was lost."""
+        async with self._feeding:
+            self._frames += 1
+            text = script.frame(self._frames, data) if data else script.last_frame(self._frames)
+            delay = 0.05
+            while True:
+                sending = asyncio.ensure_future(
+                    self._box.process.send_session_command_input(
+                        self._session.session_id, self._command_id, text
+                    )
+                )
+                ended = set() if after_end else {self._code}
+                try:
+                    await asyncio.wait({sending, *ended}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    if not sending.done():
+                        sending.add_done_callback(lambda one: one.cancelled() or one.exception())
+                        sending.cancel()
+                if not sending.done():
+                    raise BrokenPipeError("the command has ended")
+                failure = sending.exception()
+                if failure is None:
+                    return
+                if status_of(failure) in (404, 409, 410) or self._code.done():
+                    raise BrokenPipeError("the command has ended") from failure
+                meant = await meaning(failure, self._box, self._explain)
+                if not was_cut(meant) or delay > 2.0:
+                    raise meant from failure
+                await asyncio.sleep(delay)
+                delay *= 2
+
+
+async def _started(box: AsyncSandbox, session: Session, command: str) -> str:
+    from daytona import SessionExecuteRequest
+
+    request = SessionExecuteRequest(command=command, run_async=True, suppress_input_echo=True)
+    starting = box.process.execute_session_command(session.session_id, request)
+    answer = await within(START_SECONDS, starting, "start a command", box.id)
+    return str(answer.cmd_id)
+
+
+async def _appeared(box: AsyncSandbox, session: Session) -> str | None:
+    """The command that came into the session since; None when none does."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + _LOST_SECONDS
+    delay = 0.05
+    while True:
+        found = await within(
+            CALL_SECONDS, box.process.get_session(session.session_id), "look into a session", box.id
+        )
+        for command in found.commands or ():
+            if str(command.id) not in session.commands:
+                return str(command.id)
+        if loop.time() > deadline:
+            return None
+        await asyncio.sleep(delay)
+        delay = min(delay * 2, 1.0)
+
+
+async def meaning(error: BaseException, box: AsyncSandbox, explain: Explain) -> errors.LowtideError:
+    found = translated(error, box.id)
+    if found is None:
+        found = errors.SandboxError(f"{type(error).__name__}: {error}", provider="daytona", sandbox_id=box.id)
+    if found is not error:
+        found.__cause__ = error
+    return await explain(found)
