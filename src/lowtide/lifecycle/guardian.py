@@ -52,6 +52,7 @@ class Guardian:
         self.ledger = SqliteLedger(path / "ledger.db")
         self.workers = Workers(path)
         self.watched: dict[Owner, int] = {}
+        self.dead: set[Owner] = set()
         self.linked: dict[asyncio.StreamWriter, Owner | None] = {}
         self.ending: dict[str, asyncio.Task[None]] = {}
         self.retry_at: dict[str, float] = {}
@@ -93,7 +94,7 @@ class Guardian:
         try:
             owners = await self.ledger.owners(this_host())
             for owner in owners:
-                if owner not in self.watched:
+                if owner not in self.watched and owner not in self.dead:
                     await self._watch(owner)
             await self._keep_up()
         except LowtideError as error:
@@ -141,6 +142,7 @@ class Guardian:
 
     async def _owner_died(self, owner: Owner) -> None:
         point("guardian:owner-died")
+        self.dead.add(owner)
         leases = [
             lease for lease in await self.ledger.leases(owner=owner) if lease.state is not LeaseState.KEPT
         ]
@@ -257,6 +259,7 @@ class Guardian:
         if owner in self.watched and owner not in self.linked.values():
             log.info("owner %d closed its link and lives on: it was replaced by exec", owner.pid)
             await self._owner_died(owner)
+            self.dead.discard(owner)  # the same process may own again, after an exec of itself
 
     def _status(self) -> dict[str, Any]:
         return {
