@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
 from lowtide.emulators.daytona.answers import Refused, body_of, strings_of, text_of, whole_of
+from lowtide.emulators.daytona.machine import feed
 from lowtide.emulators.daytona.sandbox import Sandbox
 from lowtide.emulators.faults import FaultName
 from lowtide.providers.base import ProcessHandle
@@ -59,7 +59,7 @@ class Commands:
             environment=strings_of(body.get("envs"), "envs"),
             stdin=True,
         )
-        feeding = asyncio.ensure_future(_feed(handle, code.encode()))
+        feeding = asyncio.ensure_future(feed(handle, code.encode()))
         try:
             status, result = await self._finish(
                 request, sandbox, "code-run", handle, whole_of(body.get("timeout"), "timeout")
@@ -102,12 +102,6 @@ def hang_up(request: web.Request) -> None:
     """Close the connection without an answer, as a proxy between does: the SDK sends some calls again then."""
     if request.transport is not None:
         request.transport.close()
-
-
-async def _feed(handle: ProcessHandle, data: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError):
-        await handle.write_stdin(data)
-        await handle.close_stdin()
 
 
 async def _collect(handle: ProcessHandle, timeout: int | None) -> tuple[int, str]:

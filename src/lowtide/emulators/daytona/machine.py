@@ -6,11 +6,13 @@ first process renames it before anything else runs.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import posixpath
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from lowtide.emulators.agent.client import Agent
+from lowtide.emulators.agent.client import Agent, AgentError
 from lowtide.emulators.daytona.answers import Refused
 from lowtide.emulators.guest import first_process, users_are_real
 from lowtide.providers.base import ProcessHandle, TerminalSize
@@ -84,8 +86,6 @@ class Machine:
         """Where a command runs. Refused when there is no such directory."""
         if not cwd:
             return self.home(sandbox)
-        from lowtide.emulators.agent.client import AgentError
-
         where = self.path(sandbox, cwd)
         try:
             answer, _ = await (await self.agent(sandbox)).ask("stat", path=where)
@@ -116,7 +116,12 @@ class Machine:
         )
 
     async def run(
-        self, sandbox: Sandbox, argv: tuple[str, ...], data: bytes | None = None
+        self,
+        sandbox: Sandbox,
+        argv: tuple[str, ...],
+        data: bytes | None = None,
+        *,
+        environment: Mapping[str, str] | None = None,
     ) -> tuple[int, bytes, bytes]:
         """A short command of the emulator's own, with `data` on its standard input: code, stdout, stderr."""
         handle = await self.ground.backing.start(
@@ -124,18 +129,18 @@ class Machine:
             argv,
             user=self.account(sandbox),
             cwd=self.home(sandbox),
-            environment=self.environment(sandbox),
+            environment=self.environment(sandbox, environment),
             stdin=data is not None,
         )
         streams = {1: bytearray(), 2: bytearray()}
+        feeding = asyncio.ensure_future(feed(handle, data)) if data is not None else None
         try:
-            if data is not None:
-                await handle.write_stdin(data)
-                await handle.close_stdin()
             async for stream, piece in handle.output():
                 streams[stream] += piece
             return await handle.wait(), bytes(streams[1]), bytes(streams[2])
         finally:
+            if feeding is not None:
+                feeding.cancel()
             await handle.aclose()
 
     def account(self, sandbox: Sandbox) -> str | None:
@@ -153,3 +158,10 @@ class Machine:
                         home=self.home(sandbox),
                     )
         return sandbox.agent
+
+
+async def feed(handle: ProcessHandle, data: bytes) -> None:
+    """Give a command its standard input, as long as it reads."""
+    with contextlib.suppress(BrokenPipeError):
+        await handle.write_stdin(data)
+        await handle.close_stdin()

@@ -13,9 +13,12 @@ from lowtide.emulators.agent.client import AgentError
 from lowtide.emulators.daytona.answers import Refused, daemon_error, proxy_error
 from lowtide.emulators.daytona.commands import Commands
 from lowtide.emulators.daytona.files import Files
+from lowtide.emulators.daytona.git import Git
 from lowtide.emulators.daytona.information import Information
+from lowtide.emulators.daytona.interpreter import Interpreters
 from lowtide.emulators.daytona.sandbox import Sandbox
 from lowtide.emulators.daytona.sessions import Sessions
+from lowtide.emulators.daytona.terminals import Terminals
 from lowtide.emulators.faults import FaultName
 from lowtide.errors import LowtideError
 
@@ -43,7 +46,15 @@ class Toolbox:
         self.ground = emulator.ground
         self.sandboxes = emulator.sandboxes_table
         self._files = Files(self)
-        self._parts: list[Any] = [self._files, Commands(self), Sessions(self), Information(self)]
+        self._parts: list[Any] = [
+            self._files,
+            Commands(self),
+            Sessions(self),
+            Terminals(self),
+            Interpreters(self),
+            Git(self),
+            Information(self),
+        ]
 
     def add_routes(self, app: web.Application, prefix: str) -> None:
         def add(method: str, path: str, call: Call) -> None:
