@@ -90,7 +90,7 @@ def test_a_sandbox_in_error_state_exists_but_runs_nothing(e2b: Handle, attempt: 
 
 def test_kill_hangs(e2b: Handle, attempt: Create, job: str) -> None:
     sandbox = attempt()
-    e2b.faults.add("kill-hangs", match={"sandbox_id": sandbox.sandbox_id}, seconds=3)
+    e2b.faults.add("kill-hangs", match={"sandbox_id": sandbox.sandbox_id}, seconds=30)
     with pytest.raises(httpx.TimeoutException):
         sandbox.kill(request_timeout=0.5)
     assert made_by(e2b, job) == [sandbox.sandbox_id]
