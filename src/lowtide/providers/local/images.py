@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gzip
+import hashlib
 import json
 import os
 import re
@@ -17,10 +19,19 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote, unquote
 
-from lowtide.errors import UnsupportedError, ValidationError
+from lowtide.errors import (
+    AuthenticationError,
+    LowtideError,
+    MissingDependencyError,
+    SandboxUnavailableError,
+    ValidationError,
+)
 from lowtide.providers.local.destroy import remove_tree
 from lowtide.providers.local.foundation import Foundation
+from lowtide.providers.local.image_archive import read_archive
+from lowtide.providers.local.layerstore import LayerStore
 from lowtide.providers.local.place import places
+from lowtide.providers.local.pull import Reference, Registry, save
 from lowtide.providers.local.unpack import unpack_layer
 
 _PYTHON = re.compile(r"(?:(?:docker\.io/)?library/|docker\.io/)?python:(\d+\.\d+)(?:[.-][\w.-]*)?$")
@@ -40,16 +51,23 @@ class ImageStore:
 
     def __init__(self, directory: Path, owner: int | None) -> None:
         self.directory, self._owner = directory, owner
+        self.layers = LayerStore(directory / ".layers", owner)
 
     def foundation(self, image: str) -> Foundation | None:
         """What a sandbox on this image stands on; None: this machine's own Python stands in."""
         if image.startswith("/"):
             return self._directory(image)
         manifest = self._manifest(image)
+        missing: LowtideError | None = None
+        if manifest is None:
+            try:
+                self.pull(image, only_missing=True)
+                manifest = self._manifest(image)
+            except (SandboxUnavailableError, MissingDependencyError, AuthenticationError) as error:
+                missing = error
         if manifest is not None:
-            place = self._place(image)
             return Foundation(
-                root=tuple(str(place / str(number)) for number in range(manifest["layers"])),
+                root=tuple(self._layer_paths(image, manifest)),
                 environment=manifest.get("environment", {}),
                 working_dir=manifest.get("working_dir") or "/",
                 record={"base": image},
@@ -59,17 +77,24 @@ class ImageStore:
             if image not in _warned:
                 _warned.add(image)
                 warnings.warn(
-                    f"the image {image} is not in the local store: this machine's own Python {match[1]} stands in. "
-                    f"`lowtide image import {image} FILE.tar` puts the real one there",
+                    f"the image {image} is not in the local store ({missing}): this machine's own Python {match[1]} "
+                    f"stands in. `lowtide image pull {image}` or `lowtide image import {image} FILE.tar` puts the "
+                    "real one there",
                     stacklevel=2,
                 )
             return None
         raise ValidationError(
-            f"the image {image} is not in the local store. Run `lowtide image import {image} FILE.tar` with a file "
-            f"from `docker save`, or `lowtide image pull {image}`; a root filesystem directory works too",
+            f"the image {image} is not in the local store ({missing}). Run `lowtide image import {image} FILE.tar` "
+            f"with a file from `docker save`, or `lowtide image pull {image}`; a root filesystem directory works too",
             argument="container_image",
             provider="local",
-        )
+        ) from missing
+
+    def _layer_paths(self, image: str, manifest: Mapping[str, Any]) -> list[str]:
+        shared = manifest.get("diff_ids")
+        if shared is not None:
+            return [str(self.layers.path(diff_id)) for diff_id in shared]
+        return [str(self._place(image) / str(number)) for number in range(manifest["layers"])]
 
     def _directory(self, path: str) -> Foundation:
         real = os.path.realpath(path)
@@ -83,7 +108,7 @@ class ImageStore:
         """From `docker save`, an OCI layout in a tar, or a tar of a root filesystem (each also gzipped)."""
         try:
             with tarfile.open(file) as archive:
-                layers, config = _read_archive(archive)
+                layers, config = read_archive(archive)
                 return self.add(name, layers, config)
         except (tarfile.TarError, EOFError, KeyError, gzip.BadGzipFile) as error:
             raise ValidationError(
@@ -106,17 +131,7 @@ class ImageStore:
             count = 0
             for count, layer in enumerate(layers, 1):
                 unpack_layer(layer, str(draft / str(count - 1)), self._owner)
-            environment = dict(item.partition("=")[::2] for item in config.get("Env") or [])
-            manifest = {
-                "name": name,
-                "layers": count,
-                "size_bytes": _size(draft),
-                "created_at": time.time(),
-                "environment": environment,
-                "working_dir": config.get("WorkingDir") or "/",
-                "entrypoint": config.get("Entrypoint"),
-                "command": config.get("Cmd"),
-            }
+            manifest = _new_manifest(name, config, layers=count, size_bytes=_size(draft))
             (draft / "manifest.json").write_text(json.dumps(manifest))
             self._replace(name, draft)
         finally:
@@ -132,14 +147,65 @@ class ImageStore:
         os.rename(draft, place)
         remove_tree(old)
 
-    def pull(self, name: str) -> Image:
-        """Fetch an image from a registry."""
-        raise UnsupportedError(
-            f"pulling images is not available yet; run `lowtide image import {name} FILE.tar`",
-            provider="local",
-            feature="image-pull",
-            alternative="lowtide image import",
-        )
+    def pull(self, name: str, *, only_missing: bool = False) -> Image:
+        """Fetch an image from its registry, for this machine; what is already here is not fetched again.
+
+        Raises SandboxUnavailableError (the registry cannot be reached), AuthenticationError, ValidationError (no
+        such image, or one that is not what it says), MissingDependencyError (the extra `oci`).
+        """
+        reference = Reference.parse(name)
+        registry = Registry(reference)
+        with self._one_at_a_time(name):
+            there = self._manifest(name)
+            if there is not None and only_missing:
+                return _image(there)
+            found = registry.image()
+            if there is not None and there.get("digest") == found.digest:
+                return _image(there)
+            with self.layers.adding():
+                for blob, diff_id in zip(found.layers, found.diff_ids, strict=True):
+                    if not self.layers.has(diff_id):
+                        with self.layers.scratch() as file:
+                            save(registry.blob(blob), file)
+                            file.seek(0)
+                            self.layers.add(diff_id, file)
+                manifest = _new_manifest(
+                    name,
+                    found.config,
+                    layers=len(found.layers),
+                    size_bytes=sum(_size(self.layers.path(diff_id)) for diff_id in set(found.diff_ids)),
+                    digest=found.digest,
+                    diff_ids=list(found.diff_ids),
+                )
+                draft = self.directory / f".{os.urandom(6).hex()}"
+                draft.mkdir(mode=0o711)
+                try:
+                    (draft / "manifest.json").write_text(json.dumps(manifest))
+                    self._replace(name, draft)
+                finally:
+                    remove_tree(draft)
+        self._clean()
+        return _image(manifest)
+
+    @contextlib.contextmanager
+    def _one_at_a_time(self, name: str) -> Iterator[None]:
+        """Two sandboxes from the same missing image fetch it once, also in two processes."""
+        for path in (self.directory.parent, self.directory):
+            path.mkdir(mode=0o711, parents=True, exist_ok=True)
+        path = self.directory / f".{hashlib.sha256(name.encode()).hexdigest()[:16]}.lock"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    def _clean(self) -> None:
+        if self.layers.directory.is_dir():
+            manifests = (self._manifest(image.name) or {} for image in self.images())
+            self.layers.clean(
+                {diff_id for manifest in manifests for diff_id in manifest.get("diff_ids") or ()}
+            )
 
     def images(self) -> list[Image]:
         found = []
@@ -161,6 +227,7 @@ class ImageStore:
         except FileNotFoundError:
             return False
         remove_tree(gone)
+        self._clean()
         return True
 
     def _refuse_if_used(self, name: str) -> None:
@@ -190,6 +257,18 @@ class ImageStore:
         return loaded if isinstance(loaded, dict) else None
 
 
+def _new_manifest(name: str, config: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "created_at": time.time(),
+        "environment": dict(item.partition("=")[::2] for item in config.get("Env") or []),
+        "working_dir": config.get("WorkingDir") or "/",
+        "entrypoint": config.get("Entrypoint"),
+        "command": config.get("Cmd"),
+        **more,
+    }
+
+
 def _image(manifest: Mapping[str, Any]) -> Image:
     return Image(
         name=manifest["name"],
@@ -203,46 +282,3 @@ def _size(top: Path) -> int:
     return sum(
         os.lstat(os.path.join(folder, name)).st_size for folder, _, names in os.walk(top) for name in names
     )
-
-
-def _read_archive(archive: tarfile.TarFile) -> tuple[Iterator[IO[bytes]], dict[str, Any]]:
-    names = {member.name.removeprefix("./"): member for member in archive.getmembers()}
-
-    def read(name: str) -> Any:
-        file = archive.extractfile(names[name])
-        if file is None:
-            raise KeyError(name)
-        return json.load(file)
-
-    def blobs(found: list[str]) -> Iterator[IO[bytes]]:
-        for name in found:
-            file = archive.extractfile(names[name])
-            if file is None:
-                raise KeyError(name)
-            yield file
-
-    if "manifest.json" in names:
-        manifest = read("manifest.json")[0]
-        return blobs(manifest["Layers"]), read(manifest["Config"]).get("config") or {}
-    if "index.json" in names and "oci-layout" in names:
-        manifest = read(_blob(_for_this_machine(read("index.json")["manifests"])))
-        while "manifests" in manifest:
-            manifest = read(_blob(_for_this_machine(manifest["manifests"])))
-        config = read(_blob(manifest["config"])).get("config") or {}
-        return blobs([_blob(layer) for layer in manifest["layers"]]), config
-    if archive.name is None:
-        raise KeyError("no manifest")
-    return iter([open(os.fsdecode(archive.name), "rb")]), {}
-
-
-def _blob(descriptor: Mapping[str, Any]) -> str:
-    algorithm, _, digest = str(descriptor["digest"]).partition(":")
-    return f"blobs/{algorithm}/{digest}"
-
-
-def _for_this_machine(manifests: list[dict[str, Any]]) -> dict[str, Any]:
-    own = {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine)
-    for manifest in manifests:
-        if manifest.get("platform", {}).get("architecture", own) == own:
-            return manifest
-    raise KeyError(f"nothing for {own} in the index")

@@ -108,10 +108,13 @@ class Launch:
                     reason="command",
                 )
             # bwrap has said who the first process in the namespaces is before it let it run.
-            inner = ProcessMark.of(json.loads(_drain(info_r))["child-pid"])
+            pid = json.loads(_drain(info_r))["child-pid"]
+            outer, _ = self.place.processes()
+            inner = ProcessMark.child_of(outer, pid) if outer is not None else None
             if inner is None:
-                raise self._failure(_drain(errors_r))
-            self.place.add_inner(inner)
+                return ProcessMark(pid, 0)  # its main command has ended already: no process is this one
+            with contextlib.suppress(FileNotFoundError):  # destroyed meanwhile: the caller looks
+                self.place.add_inner(inner)
             return inner
         finally:
             os.close(ready_r)

@@ -26,10 +26,12 @@ class ProcessMark:
     start_time: int
 
     @classmethod
-    def of(cls, pid: int) -> ProcessMark | None:
-        """The process that has this number now; None when it is gone."""
-        start = start_time(pid)
-        return None if start is None else cls(pid, start)
+    def child_of(cls, parent: ProcessMark, pid: int) -> ProcessMark | None:
+        """The process of this number; None when it is gone, whoever has the number by now."""
+        fields = _stat(pid)
+        if fields is None or int(fields[1]) != parent.pid or not parent.alive():
+            return None
+        return cls(pid, int(fields[19]))
 
     def alive(self) -> bool:
         return start_time(self.pid) == self.start_time
@@ -161,6 +163,12 @@ def places(sandboxes: Path) -> Iterator[Place]:
 
 def start_time(pid: int) -> int | None:
     """Clock ticks since boot, or None when the process is gone or only its end is left."""
+    fields = _stat(pid)
+    return None if fields is None else int(fields[19])
+
+
+def _stat(pid: int) -> list[bytes] | None:
+    """The fields of its stat file after the name, for a process that lives."""
     try:
         fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -173,7 +181,7 @@ def start_time(pid: int) -> int | None:
         os.close(fd)
     if not fields or fields[0] in (b"Z", b"X") or int(fields[6]) & _EXITING:
         return None
-    return int(fields[19])
+    return fields
 
 
 @cache
