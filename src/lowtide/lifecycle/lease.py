@@ -131,7 +131,11 @@ class Lease:
         from lowtide.providers.base import Labels  # late: reading the ledger needs no provider
 
         return Labels(
-            lease_id=self.lease_id, ledger_id=self.ledger_id, owner=self.owner.label, tags=self.tags
+            lease_id=self.lease_id,
+            ledger_id=self.ledger_id,
+            owner=self.owner.label,
+            tags=self.tags,
+            session=self.session,
         )
 
 

@@ -120,9 +120,12 @@ class Labels:
     ledger_id: str
     owner: str
     tags: tuple[str, ...] = ()
+    session: str | None = None
 
     def as_dict(self) -> dict[str, str]:
         marks = {"lease": self.lease_id, "ledger": self.ledger_id, "owner": self.owner}
+        if self.session is not None:
+            marks["session"] = self.session
         marks.update({f"tag-{tag}": "1" for tag in self.tags})
         return {LABEL_PREFIX + key: value for key, value in marks.items()}
 
@@ -134,7 +137,8 @@ class Labels:
             return None
         tag = LABEL_PREFIX + "tag-"
         tags = tuple(sorted(k.removeprefix(tag) for k in labels if k.startswith(tag)))
-        return cls(lease_id=lease, ledger_id=ledger, owner=owner, tags=tags)
+        session = labels.get(LABEL_PREFIX + "session")
+        return cls(lease_id=lease, ledger_id=ledger, owner=owner, tags=tags, session=session)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,7 @@ class Client:
         gone = _transports(session)
         with contextlib.suppress(Exception):
             async with asyncio.timeout(_CLOSING_SECONDS):
-                await sdk.close()
+                await sdk.close()  # type: ignore[no-untyped-call]
         # A closed session's sockets are closed by the loop a little later; after us there may be no later.
         for _ in range(50):
             if all(transport.is_closing() and _is_closed(transport) for transport in gone):

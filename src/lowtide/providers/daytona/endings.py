@@ -8,6 +8,7 @@ is still there after that, the error says so. A list is never taken for an answe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -64,7 +65,7 @@ async def delete(sdk: AsyncDaytona, sandbox_id: str) -> bool:
 
 
 async def _confirmed(api: Any, sandbox_id: str) -> None:
-    """An accepted delete is not always one that happened."""
+    """An accepted delete is not always one that happened: one that is not under way is asked for again."""
     deadline = time.monotonic() + CONFIRM_SECONDS
     delay = 0.02
     while not await _is_gone(api, sandbox_id):
@@ -76,6 +77,10 @@ async def _confirmed(api: Any, sandbox_id: str) -> None:
             )
         await asyncio.sleep(delay)
         delay = min(delay * 1.6, 1.0)
+        if delay > 0.3 and not await _is_gone(api, sandbox_id, ending=True):
+            with contextlib.suppress(Exception):
+                again = api.delete_sandbox(sandbox_id, _request_timeout=CALL_SECONDS)
+                await within(CALL_SECONDS, again, "delete", sandbox_id)
 
 
 async def _is_gone(api: Any, sandbox_id: str, *, ending: bool = False) -> bool:

@@ -141,7 +141,7 @@ def _of_a_file(
 def _retry_after(error: BaseException) -> float | None:
     headers = getattr(error, "headers", None)
     try:
-        return max(0.0, float(headers.get("Retry-After") or headers.get("retry-after")))  # type: ignore[union-attr, arg-type]
+        return max(0.0, float(headers.get("Retry-After") or headers.get("retry-after")))  # type: ignore[union-attr]
     except (AttributeError, TypeError, ValueError):
         return None
 

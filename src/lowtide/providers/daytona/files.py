@@ -37,7 +37,7 @@ async def read(box: AsyncSandbox, path: str) -> AsyncIterator[bytes]:
         stream = await within(IDLE_SECONDS, box.fs.download_file_stream(path), f"reading {path}", box.id)
     pieces: list[bytes] = []
     size = 0
-    async with contextlib.aclosing(stream) as chunks:
+    async with contextlib.aclosing(stream) as chunks:  # type: ignore[type-var]
         while True:
             with mapped(box.id, path=path):
                 try:

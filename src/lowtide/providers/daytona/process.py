@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lowtide import errors
 from lowtide.providers.base import STDERR, STDOUT, ProcessSpec, TerminalSize
@@ -209,13 +209,14 @@ class DaytonaProcess:
         delay = 0.05
         while True:
             before = self._taken()
-            following = asyncio.ensure_future(
+            following: asyncio.Future[Any] = asyncio.ensure_future(
                 self._box.process.get_session_command_logs_async(
                     self._session.session_id, self._command_id, self._on_stdout, self._on_stderr
                 )
             )
             try:
-                await asyncio.wait({following, self._code}, return_when=asyncio.FIRST_COMPLETED)
+                either: set[asyncio.Future[Any]] = {following, self._code}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if self._code.done():
                     await self._chunks.put(None)
                     await self._let_session_go(following)
@@ -308,14 +309,14 @@ class DaytonaProcess:
             text = script.frame(self._frames, data) if data else script.last_frame(self._frames)
             delay = 0.05
             while True:
-                sending = asyncio.ensure_future(
+                sending: asyncio.Future[Any] = asyncio.ensure_future(
                     self._box.process.send_session_command_input(
                         self._session.session_id, self._command_id, text
                     )
                 )
-                ended = set() if after_end else {self._code}
+                waited: set[asyncio.Future[Any]] = {sending} if after_end else {sending, self._code}
                 try:
-                    await asyncio.wait({sending, *ended}, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     if not sending.done():
                         sending.add_done_callback(lambda one: one.cancelled() or one.exception())
