@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,28 @@ import pytest
 
 from tests.crash.world import World
 
-PROVIDERS = os.environ.get("LOWTIDE_CRASH_PROVIDERS", "faulty,local").split(",")
+EMULATED = ("e2b", "daytona")
+CHOSEN = os.environ.get("LOWTIDE_CRASH_PROVIDERS")
+"""Which providers the whole matrix runs on; unset: on two, and a few cases of it on every one there is."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "world" not in metafunc.fixturenames:
+        return
+    providers = CHOSEN.split(",") if CHOSEN else ["faulty", "local"]
+    if not CHOSEN and metafunc.definition.get_closest_marker("everywhere"):
+        providers += ["docker", "kubernetes", *EMULATED]
+    metafunc.parametrize("world", providers, indirect=True)
+
+
+def _unavailable(provider: str) -> str | None:
+    """Why the matrix cannot run on this provider here."""
+    engine = {"docker": "DOCKER_HOST", "kubernetes": "KUBECONFIG"}.get(provider)
+    if engine is not None and not os.environ.get(engine):
+        return f"{engine} is not set: no {provider} engine here"
+    if provider in EMULATED and importlib.util.find_spec(provider) is None:
+        return f"the {provider} SDK is not installed"
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,17 +46,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def e2b_environment() -> Iterator[dict[str, str]]:
-    """An emulator for the whole session. Worlds tell their sandboxes apart by their ledgers."""
+def emulated() -> Iterator[Callable[[str], dict[str, str]]]:
+    """The environment of an emulator that serves the whole session. Worlds tell theirs apart by their ledgers."""
     from lowtide.testing import emulator
 
-    with emulator("e2b", plain=True) as handle:
-        yield handle.environment
+    running: dict[str, dict[str, str]] = {}
+    with contextlib.ExitStack() as stack:
+
+        def environment(provider: str) -> dict[str, str]:
+            if provider not in running:
+                running[provider] = stack.enter_context(emulator(provider, plain=True)).environment
+            return running[provider]
+
+        yield environment
 
 
-@pytest.fixture(params=PROVIDERS)
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
-    environment = request.getfixturevalue("e2b_environment") if request.param == "e2b" else None
+@pytest.fixture
+def world(
+    request: pytest.FixtureRequest, tmp_path: Path, emulated: Callable[[str], dict[str, str]]
+) -> Iterator[World]:
+    reason = _unavailable(request.param)
+    if reason is not None:
+        pytest.skip(reason)
+    environment: dict[str, str] = emulated(request.param) if request.param in EMULATED else {}
+    if request.param in ("docker", "kubernetes"):
+        environment = {"LOWTIDE_IMAGE": os.environ["LOWTIDE_TEST_IMAGE"]}
     world = World(tmp_path, request.param, environment)
     yield world
     world.close()
