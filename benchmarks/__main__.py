@@ -17,7 +17,7 @@ from benchmarks import machine
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-NAMES = ("life", "exec", "memory", "import", "transfer")
+NAMES = ("life", "exec", "memory", "import", "transfer", "image")
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _measure(name: str, home: Path, arguments: argparse.Namespace) -> Any:
-    from benchmarks import imports, life, memory, transfer
+    from benchmarks import images, imports, life, memory, transfer
 
     measures: dict[str, Callable[[], Any]] = {
         "life": lambda: life.whole_life(home, arguments.samples),
@@ -67,6 +67,7 @@ def _measure(name: str, home: Path, arguments: argparse.Namespace) -> Any:
         "memory": lambda: memory.alive_at_once(home, arguments.sandboxes),
         "import": lambda: imports.import_sandbox(arguments.samples),
         "transfer": lambda: transfer.in_and_out(home, arguments.large_samples),
+        "image": lambda: images.from_image(home, arguments.samples),
     }
     return measures[name]()
 
