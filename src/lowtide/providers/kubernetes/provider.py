@@ -438,7 +438,7 @@ class KubernetesProvider:
     def _warn_about_policies(self) -> None:
         if not self._warned:
             self._warned = True
-            log.info(
+            log.warning(
                 "network='none' is a NetworkPolicy here: it holds only where the cluster's network plug-in enforces policies"
             )
 
