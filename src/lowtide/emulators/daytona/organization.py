@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from lowtide.emulators.daytona.answers import Refused, body_of, rfc3339, text_of
+from lowtide.emulators.daytona.answers import Refused, body_of, rfc3339, text_of, whole_of
 
 if TYPE_CHECKING:
     from lowtide.emulators.daytona.sandboxes import Sandboxes
@@ -21,6 +21,7 @@ class Organization:
         self.organization_id = organization_id
         self.sandboxes = sandboxes
         self._secrets: dict[str, dict[str, Any]] = {}
+        self._pools: dict[str, dict[str, Any]] = {}
 
     def add_routes(self, app: web.Application, prefix: str) -> None:
         add = app.router.add_route
@@ -34,6 +35,10 @@ class Organization:
         add("GET", f"{prefix}/secret/{{id}}", self.get_secret)
         add("PATCH", f"{prefix}/secret/{{id}}", self.update_secret)
         add("DELETE", f"{prefix}/secret/{{id}}", self.delete_secret)
+        add("GET", f"{prefix}/warm-pools", self.list_pools)
+        add("POST", f"{prefix}/warm-pools", self.create_pool)
+        add("PATCH", f"{prefix}/warm-pools/{{id}}", self.update_pool)
+        add("DELETE", f"{prefix}/warm-pools/{{id}}", self.delete_pool)
 
     async def health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -110,4 +115,48 @@ class Organization:
 
     async def delete_secret(self, request: web.Request) -> web.Response:
         del self._secrets[self._secret(request)["id"]]
+        return web.Response(status=204)
+
+    # ------------------------------------------------------------ warm pools: kept, and never filled
+
+    async def list_pools(self, request: web.Request) -> web.Response:
+        return web.json_response(list(self._pools.values()))
+
+    async def create_pool(self, request: web.Request) -> web.Response:
+        body = await body_of(request)
+        moment = rfc3339(self.ground.clock.now())
+        made: dict[str, Any] = {
+            "id": str(uuid.uuid4()),
+            "organizationId": self.organization_id,
+            "snapshot": text_of(body, "snapshot"),
+            "target": str(body.get("target") or "us"),
+            "pool": whole_of(body.get("pool"), "pool") or 0,
+            "currentSize": 0,
+            "cpu": 1,
+            "mem": 1,
+            "disk": 3,
+            "osUser": "daytona",
+            "env": {},
+            "errorReason": None,
+            "createdAt": moment,
+            "updatedAt": moment,
+        }
+        self._pools[made["id"]] = made
+        return web.json_response(made, status=201)
+
+    def _pool(self, request: web.Request) -> dict[str, Any]:
+        found = self._pools.get(request.match_info["id"])
+        if found is None:
+            raise Refused(404, f"Warm pool with ID {request.match_info['id']} not found")
+        return found
+
+    async def update_pool(self, request: web.Request) -> web.Response:
+        pool, body = self._pool(request), await body_of(request)
+        wanted = whole_of(body.get("pool"), "pool")
+        if wanted is not None:
+            pool |= {"pool": wanted, "updatedAt": rfc3339(self.ground.clock.now())}
+        return web.json_response(pool)
+
+    async def delete_pool(self, request: web.Request) -> web.Response:
+        del self._pools[self._pool(request)["id"]]
         return web.Response(status=204)

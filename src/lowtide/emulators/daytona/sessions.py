@@ -94,7 +94,8 @@ class Sessions:
         body = await body_of(request)
         shell = self._session(request, sandbox)
         text = text_of(body, "command")
-        command = await shell.run(text)
+        later = bool(body.get("runAsync") or body.get("async"))
+        command = await shell.run(text, interactive=later, echo=not body.get("suppressInputEcho"))
         facts = {**sandbox.facts, "operation": "session-exec"}
         faults = self.toolbox.ground.faults
         if fault := faults.take(FaultName.GONE_MID_COMMAND, "daytona", facts):
@@ -103,7 +104,7 @@ class Sessions:
             await asyncio.sleep(fault.seconds or 0.0)
             hang_up(request)
             raise asyncio.CancelledError
-        if body.get("runAsync") or body.get("async"):
+        if later:
             return web.json_response({"cmdId": command.command_id}, status=202)
         await _either(command.ended.wait(), sandbox.cut.wait())
         if not command.ended.is_set():

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 _IN_MEMORY = 1 << 20
 _START = "exec 7>&1 8>&2; mkdir -m 700 -p {directory}\n"
-# The input pipe is held open by the shell itself: a command that reads waits, as it does on the service.
+# What is not waited for can be sent input: its pipe is held open by the shell itself, so it never sees an end.
+_OPEN_INPUT, _NO_INPUT = "mkfifo {pipe} && exec 9<>{pipe}\n", "exec 9</dev/null\n"
 _RUN = (
-    "mkfifo {pipe} && exec 9<>{pipe}\n"
     "{{ eval {text}; }} <&9 >&7 2>&8\n"
     "__lowtide=$?; exec 9>&-; printf '%s%d\\n' {mark} $__lowtide >&7; printf '%s%d\\n' {mark} $__lowtide >&8\n"
 )
@@ -73,14 +73,31 @@ class Log:
 
 
 class Command:
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, *, echo: bool) -> None:
         self.command_id = str(uuid.uuid4())
         self.text = text
         self.mark = f"\x04lowtide-{secrets.token_hex(12)}:"
         self.log = Log()
         self.exit_code: int | None = None
         self.ended = asyncio.Event()
+        self.echo = echo
         self.open_streams = {STDOUT, STDERR}
+        self._lines = {STDOUT: b"", STDERR: b""}
+
+    def take(self, stream: int, data: bytes) -> None:
+        """The daemon keeps lines of text: what is not a line yet waits, and null bytes are not text."""
+        whole, newline, self._lines[stream] = (self._lines[stream] + data.replace(b"\0", b"")).rpartition(
+            b"\n"
+        )
+        if newline:
+            self.log.add(stream, whole + newline)
+
+    def close_stream(self, stream: int) -> None:
+        """The last line gets its end, whether or not it had one."""
+        self.open_streams.discard(stream)
+        if rest := self._lines[stream]:
+            self._lines[stream] = b""
+            self.log.add(stream, rest + b"\n")
 
     def end(self, code: int) -> None:
         self.exit_code = code
@@ -105,15 +122,16 @@ class Shell:
         self._pump = asyncio.create_task(self._read(self._handle))
         await self._write(_START.format(directory=self._directory))
 
-    async def run(self, text: str) -> Command:
+    async def run(self, text: str, *, interactive: bool, echo: bool) -> Command:
         """Hand it to the shell; it runs when those before it have ended."""
         if self._over or self._handle is None:
             raise Refused(410, f"session has ended: {self.name}", code="SESSION_ENDED")
-        command = Command(text)
+        command = Command(text, echo=echo)
         self.commands[command.command_id] = command
         self._queue.append(command)
         pipe = f"{self._directory}/{command.command_id}"
-        await self._write(_RUN.format(pipe=pipe, text=shlex.quote(text), mark=shlex.quote(command.mark)))
+        script = (_OPEN_INPUT if interactive else _NO_INPUT) + _RUN
+        await self._write(script.format(pipe=pipe, text=shlex.quote(text), mark=shlex.quote(command.mark)))
         return command
 
     async def _write(self, text: str) -> None:
@@ -127,7 +145,11 @@ class Shell:
         pipe = f"{self._directory}/{command.command_id}"
         # It may be waiting behind another one: its pipe is there when it begins.
         script = 'n=0; until [ -p "$1" ] || [ $n -ge 200 ]; do sleep 0.02; n=$((n+1)); done; cat > "$1"'
+        if not data.endswith(b"\n"):  # as the daemon does, for the sake of `read`
+            data += b"\n"
         await machine.run(sandbox, ("/bin/sh", "-c", script, "sh", pipe), data)
+        if command.echo:
+            command.log.add(STDOUT, data)
 
     async def _read(self, handle: ProcessHandle) -> None:
         try:
@@ -139,9 +161,11 @@ class Shell:
         self._over = True
         for stream, rest in self._held.items():
             if rest and self._at[stream] < len(self._queue):
-                self._queue[self._at[stream]].log.add(stream, rest)
+                self._queue[self._at[stream]].take(stream, rest)
         for command in self._queue:
             if not command.ended.is_set():
+                command.close_stream(STDOUT)
+                command.close_stream(STDERR)
                 command.end(code)
 
     def _take(self, stream: int, data: bytes) -> None:
@@ -154,21 +178,18 @@ class Shell:
             if found:
                 number, newline, rest = rest.partition(b"\n")
                 if not newline:  # the rest of the mark is on its way
-                    if before:
-                        command.log.add(stream, before)
+                    command.take(stream, before)
                     self._held[stream] = mark + number
                     return
-                if before:
-                    command.log.add(stream, before)
-                command.open_streams.discard(stream)
+                command.take(stream, before)
+                command.close_stream(stream)
                 self._at[stream] += 1
                 if not command.open_streams:
                     command.end(int(number) if number.strip().isdigit() else -1)
                 data = rest
                 continue
             keep = _tail(data, mark)
-            if len(data) > keep:
-                command.log.add(stream, data[: len(data) - keep])
+            command.take(stream, data[: len(data) - keep])
             self._held[stream] = data[len(data) - keep :]
             return
         # What a command left running prints after the last one ended belongs to nobody.
