@@ -48,7 +48,9 @@ async def test_change_happens_only_from_the_expected_state_and_owner(ledger: Sql
     await ledger.intend(row)
     stranger = replace(row.owner, pid=row.owner.pid + 1)
     assert await ledger.change(row.lease_id, LeaseState.LIVE, before={LeaseState.KEPT}) is None
-    refused = await ledger.change(row.lease_id, LeaseState.LIVE, before={LeaseState.INTENDED}, owned_by=stranger)
+    refused = await ledger.change(
+        row.lease_id, LeaseState.LIVE, before={LeaseState.INTENDED}, owned_by=stranger
+    )
     assert refused is None
     live = await ledger.change(
         row.lease_id, LeaseState.LIVE, before={LeaseState.INTENDED}, owned_by=row.owner, sandbox_id="x"
