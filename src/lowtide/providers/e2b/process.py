@@ -47,9 +47,10 @@ class E2BProcess:
         *,
         wrapping: script.Wrapping,
         tty: bool,
+        user: str | None,
         explain: Explain,
     ) -> None:
-        self._box, self._events, self._pid = box, events, pid
+        self._box, self._events, self._pid, self._user = box, events, pid, user
         self._wrapping, self._tty, self._explain = wrapping, tty, explain
         loop = asyncio.get_running_loop()
         self._loop = loop
@@ -87,7 +88,15 @@ class E2BProcess:
             tty=spec.tty,
         )
         pid = await _started(box, events)
-        return cls(box, events, pid, wrapping=wrapping, tty=spec.tty is not None, explain=explain)
+        return cls(
+            box,
+            events,
+            pid,
+            wrapping=wrapping,
+            tty=spec.tty is not None,
+            user=spec.user or user,
+            explain=explain,
+        )
 
     # The handle
 
@@ -265,8 +274,13 @@ class E2BProcess:
     async def _beside(self, text: str, seconds: float = _CALL_SECONDS) -> int:
         """Run a script of ours in the same sandbox. One that is gone has nothing left to signal."""
         try:
-            work = alone(self._box, script.plain(text))
-            return (await within(seconds, work, "a signal", self._box.sandbox_id))[0]
+            # As root only for what the command's own user may not touch: it may have used sudo.
+            for user in dict.fromkeys((self._user, "root")):
+                work = alone(self._box, script.plain(text), user=user)
+                code, _ = await within(seconds, work, "a signal", self._box.sandbox_id)
+                if code == 0:
+                    return 0
+            return code
         except errors.LowtideError as error:
             meant: BaseException = await self._explain(error)
         except Exception as error:
@@ -283,7 +297,7 @@ class E2BProcess:
             self._watch = self._loop.call_later(_SILENT_SECONDS - silent, self._listen)
 
 
-async def alone(box: AsyncSandbox, arguments: list[str], *, user: str | None = "root") -> tuple[int, bytes]:
+async def alone(box: AsyncSandbox, arguments: list[str], *, user: str | None) -> tuple[int, bytes]:
     """Run the shell with these arguments to its end: its exit code, and what it said on standard error."""
     events = _events(box, arguments, user=user)
     said = bytearray()

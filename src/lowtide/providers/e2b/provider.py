@@ -198,13 +198,7 @@ class E2BProvider:
             if info.state is SandboxState.PAUSED:
                 return info
             if fresh is not None or time.monotonic() > deadline:
-                # E2B answers a create when the sandbox runs, so one that does not then never will.
-                raise errors.SandboxFailedError(
-                    f"sandbox {sandbox_id} exists but does not run",
-                    reason="not running",
-                    provider=self.name,
-                    sandbox_id=sandbox_id,
-                )
+                raise _failed(sandbox_id)
             await asyncio.sleep(delay)
             delay = min(delay * 2, 2.0)
 
@@ -313,11 +307,13 @@ class E2BProvider:
             box = await self._box(sandbox_id)
             try:
                 with mapped(sandbox_id):
-                    return await start(box)
+                    started = await start(box)
             except errors.AuthenticationError:
                 # envd did not take the token it was made with: it has another one since.
                 with mapped(sandbox_id):
-                    return await start(await self._box(sandbox_id, anew=True))
+                    started = await start(await self._box(sandbox_id, anew=True))
+            self._fresh.pop(sandbox_id, None)
+            return started
 
     async def run_code(
         self, sandbox_id: str, code: str, *, language: str, context: str | None, timeout_seconds: float | None
@@ -488,6 +484,8 @@ class E2BProvider:
             )
         if isinstance(error, errors.SandboxUnavailableError):
             return error
+        if sandbox_id in self._fresh:  # E2B answers a create when it runs: what does not by then, never will
+            return _failed(sandbox_id)
         return errors.SandboxUnavailableError(str(error), provider=self.name, sandbox_id=sandbox_id)
 
 
@@ -620,6 +618,15 @@ def _metadata(found: Any) -> dict[str, str]:
         return dict(given)
     kept = getattr(given, "additional_properties", None)
     return dict(kept) if isinstance(kept, dict) else {}
+
+
+def _failed(sandbox_id: str) -> errors.SandboxFailedError:
+    return errors.SandboxFailedError(
+        f"sandbox {sandbox_id} exists but does not run",
+        reason="not running",
+        provider="e2b",
+        sandbox_id=sandbox_id,
+    )
 
 
 def _gone(sandbox_id: str) -> errors.SandboxGone:

@@ -68,12 +68,17 @@ def plain(script: str, *arguments: str) -> list[str]:
 
 
 def signal(leader: int, number: int, tag: int, *, tty: bool) -> str:
-    """To the command's group; nothing when it has ended. `leader`: the shell, or on a terminal the command."""
+    """To the command's group; nothing when it has ended. `leader`: the shell, or on a terminal the command.
+
+    Exit code 1: it is there, but this user may not.
+    """
     if tty:
-        return (
-            f'{_ALIVE}\nalive {tag}&&case "$P " in *" {leader} "*) kill -s {number} -- -{leader};;esac;exit 0'
-        )
-    return f'{_ALIVE}\nalive {tag} {leader}&&kill -s {number} -- "-${{P# }}" 2>/dev/null;exit 0'
+        group = f'case "$P " in *" {leader} "*) ;;*) exit 0;;esac;P={leader}'
+        return f"{_ALIVE}\nalive {tag}||exit 0;{group}\nkill -s {number} -- -$P||{{ alive {tag}&&exit 1; }};exit 0"
+    return (
+        f"{_ALIVE}\nalive {tag} {leader}||exit 0\n"
+        f'kill -s {number} -- "-${{P# }}"||{{ alive {tag} {leader}&&exit 1; }};exit 0'
+    )
 
 
 def terminate(tag: int, grace_seconds: float) -> str:
@@ -82,7 +87,7 @@ def terminate(tag: int, grace_seconds: float) -> str:
     return (
         f"{_ALIVE}\nalive {tag}||exit 0;kill -15 $P 2>/dev/null;kill -18 $P 2>/dev/null;n=0\n"
         f"while [ $n -lt {turns} ]&&alive {tag};do sleep 0.02;n=$((n+1));done;n=0\n"
-        f"while alive {tag};do [ $n -lt 200 ]||exit 1;kill -9 $P 2>/dev/null;sleep 0.01;n=$((n+1));done;exit 0"
+        f"while alive {tag};do [ $n -lt 100 ]||exit 1;kill -9 $P 2>/dev/null;sleep 0.01;n=$((n+1));done;exit 0"
     )
 
 
