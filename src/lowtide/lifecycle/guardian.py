@@ -151,7 +151,7 @@ class Guardian:
         for lease in leases:
             # Ended by the owner itself already, only not confirmed: then it did not crash with it in use.
             failed = lease.state is not LeaseState.ENDING
-            self._end(lease, keep.decide(lease, failed=failed), owner)
+            self._end(lease, keep.decide(lease, failed=failed, environ={}), owner)
         self.changed.set()
 
     # Leases.
@@ -202,7 +202,7 @@ class Guardian:
                     self._end(lease, Decision(Fate.DESTROY, "kept until now"), None)
             elif not alive and lease.owner.alive() is False:
                 failed = lease.state is not LeaseState.ENDING
-                self._end(lease, keep.decide(lease, failed=failed), lease.owner)
+                self._end(lease, keep.decide(lease, failed=failed, environ={}), lease.owner)
             elif lease.state is LeaseState.ENDING and lease.attempts:
                 # The owner lives, but could not end it: it is tried again until it succeeds.
                 self._end(lease, Decision(Fate.DESTROY, lease.reason or "its lease ended"), lease.owner)

@@ -9,10 +9,9 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
-from lowtide.errors import ValidationError
 from lowtide.lifecycle.lease import Keep, Lease
 
 log = logging.getLogger("lowtide.keep")
@@ -34,23 +33,20 @@ class Decision:
     why: str
 
 
-def keep_policy(value: Keep | str | None, environ: Mapping[str, str] | None = None) -> Keep:
-    """The policy asked for: the argument, else ``LOWTIDE_KEEP``, else never."""
+def switched(lease: Lease, environ: Mapping[str, str] | None = None) -> Lease:
+    """The lease with the provider's own keep switch in it, so that it also holds for whoever ends it later."""
     environ = os.environ if environ is None else environ
-    argument, chosen = ("keep", value) if value is not None else ("LOWTIDE_KEEP", environ.get("LOWTIDE_KEEP"))
-    if not chosen:
-        return Keep.NEVER
-    try:
-        return Keep(str(chosen).lower())
-    except ValueError:
-        known = ", ".join(repr(str(policy)) for policy in Keep)
-        raise ValidationError(
-            f"{argument} must be one of {known}, not {chosen!r}", argument=argument
-        ) from None
+    if lease.provider == "daytona" and "DAYTONA_KEEP_SANDBOX" in environ:
+        return replace(lease, keep=Keep.ALWAYS)
+    return lease
 
 
 def decide(lease: Lease, *, failed: bool, environ: Mapping[str, str] | None = None) -> Decision:
-    """What happens to this sandbox now that its lease ends; `failed` as DESIGN's on-failure means it."""
+    """What happens to this sandbox now that its lease ends.
+
+    `failed`: the ``with`` body raised, the session's block raised, or the owner crashed. Whoever ends
+    the lease of another process passes an empty `environ`: its own switches are not the owner's.
+    """
     environ = os.environ if environ is None else environ
     if lease.keep is Keep.ALWAYS:
         return Decision(Fate.KEEP, "keep=always")

@@ -110,7 +110,7 @@ class Lifecycle:
 
     async def create(self, provider: Provider, lease: Lease, spec: SandboxSpec) -> SandboxInfo:
         """Write the lease down, then create. Cancelling this, or any fault in it, leaves nothing behind."""
-        lease, spec = _with_lifetime(provider, lease, spec)
+        lease, spec = _with_lifetime(provider, keep.switched(lease), spec)
         signals.install(self._end_everything)
         if self.guardian is not None:
             self.guardian.wanted(provider)

@@ -130,7 +130,7 @@ class _Sweep:
         if alive is None:
             return f"its owner is on another machine ({lease.owner.host}); sweep there, or delete it by id"
         failed = lease.state is not LeaseState.ENDING
-        decision = keep.decide(lease, failed=failed)
+        decision = keep.decide(lease, failed=failed, environ={})
         why = f"its owner, process {lease.owner.pid}, is dead"
         return Decision(decision.fate, why if decision.fate is Fate.DESTROY else decision.why)
 
