@@ -71,7 +71,7 @@ def as_ordinary_user() -> Iterator[list[str]]:
         "tests/e2e/test_isolation_local.py",
         "tests/e2e/test_isolation_host_local.py",
         "tests/e2e/test_isolation_files_local.py",
-        "tests/e2e/test_isolation_exhaustion_local.py",
+        pytest.param("tests/e2e/test_isolation_exhaustion_local.py", marks=pytest.mark.alone),
     ],
 )
 def test_passes_without_privilege(as_ordinary_user: list[str], what: str) -> None:

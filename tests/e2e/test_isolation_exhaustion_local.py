@@ -14,6 +14,8 @@ from isolation_attempts import ANSWER_SECONDS, HostHealth
 from lowtide import Sandbox
 from lowtide.errors import LowtideError, UnsupportedError
 
+pytestmark = pytest.mark.alone  # a machine full of processes would break its neighbours' time limits
+
 ROOT = os.geteuid() == 0
 FORK_BOMB = "f() { f | f & }; f; sleep 3"
 
