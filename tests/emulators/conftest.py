@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -59,6 +62,68 @@ def create(options: dict[str, Any]) -> Iterator[Callable[..., Any]]:
     yield make
     for sandbox in made:
         sandbox.kill(**options)
+
+
+@pytest.fixture(scope="session")
+def shared_daytona(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Handle]:
+    with emulator("daytona", home=tmp_path_factory.mktemp("emulator")) as handle:
+        yield handle
+        left = handle.state()["sandboxes"]["daytona"]
+        assert not left, f"tests left sandboxes behind: {left}"
+
+
+@pytest.fixture
+def daytona(shared_daytona: Handle) -> Iterator[Handle]:
+    """The shared emulator, with no fault armed before and after."""
+    shared_daytona.faults.clear()
+    yield shared_daytona
+    shared_daytona.faults.clear()
+
+
+@pytest.fixture(scope="session")
+def daytona_client(shared_daytona: Handle) -> Any:
+    """The real SDK. One for all: it has no close, and keeps a thread for events."""
+    sdk = pytest.importorskip("daytona")
+    return sdk.Daytona(daytona_config(shared_daytona))
+
+
+@pytest.fixture(scope="session")
+def daytona_settings(shared_daytona: Handle) -> Any:
+    """What points the SDK at the emulator, without touching this process's environment."""
+    pytest.importorskip("daytona")
+    return daytona_config(shared_daytona)
+
+
+def daytona_config(handle: Handle) -> Any:
+    sdk = pytest.importorskip("daytona")
+    found = handle.environment
+    return sdk.DaytonaConfig(
+        api_key=found["DAYTONA_API_KEY"], api_url=found["DAYTONA_API_URL"], target=found["DAYTONA_TARGET"]
+    )
+
+
+@pytest.fixture
+def daytona_create(daytona: Handle, daytona_client: Any) -> Iterator[Callable[..., Any]]:
+    """Make sandboxes through the real SDK; they are deleted afterwards, and waited for."""
+    sdk = pytest.importorskip("daytona")
+    mark = uuid.uuid4().hex
+
+    def make(**kwargs: Any) -> Any:
+        kwargs["labels"] = {"test": mark, **kwargs.get("labels", {})}
+        kind = sdk.CreateSandboxFromImageParams if "image" in kwargs else sdk.CreateSandboxFromSnapshotParams
+        # Without a timeout the SDK leaves SIGALRM, and so pytest's own timeout, alone.
+        return daytona_client.create(kind(**kwargs), timeout=0)
+
+    make.mark = mark  # type: ignore[attr-defined]
+    yield make
+    daytona.faults.clear()
+    until = time.monotonic() + 60
+    while left := [s for s in daytona.state()["sandboxes"]["daytona"] if s["labels"].get("test") == mark]:
+        assert time.monotonic() < until, f"not deleted: {left}"
+        for one in left:
+            with contextlib.suppress(sdk.DaytonaError):
+                daytona_client.get(one["sandbox_id"]).delete(timeout=0)
+        time.sleep(0.05)
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ log = logging.getLogger("lowtide.emulators")
 REGION = "us"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@ -]{0,254}")
 _BUILD_LINES = ("#1 [internal] load build definition from Dockerfile", "#2 [internal] load metadata")
+_BUILDER_SECONDS = 0.1  # until a builder takes it: the answer to the create says that it waits
 _REMEMBERED = 1000
 
 Tell = Callable[[Sandbox, SandboxState, SandboxState], Awaitable[None]]
@@ -168,6 +169,7 @@ class Sandboxes:
 
     async def _build(self, sandbox: Sandbox, wait: float) -> None:
         assert sandbox.build is not None
+        await asyncio.sleep(_BUILDER_SECONDS)
         lines = [line for line in sandbox.build["dockerfileContent"].splitlines() if line.strip()]
         await self._set(sandbox, SandboxState.BUILDING_SNAPSHOT)
         for line in (*_BUILD_LINES, *(f"#{n} [{n}/{len(lines)}] {line}" for n, line in enumerate(lines, 3))):
