@@ -9,26 +9,35 @@ from dataclasses import dataclass
 from typing import Any
 
 
+class Skipped(Exception):
+    """A row that cannot be measured on this machine. Its text says what is missing and how to get it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One row of the table. `ours` and `raw` are samples in the same unit."""
+    """One row of the table. `ours` and `raw` are samples in the same unit; `raw` may be empty."""
 
     name: str
     what: str
     against: str
-    limit: float
+    limit: float | None
+    """Of the ratio. None: only `at_most` counts."""
     unit: str
     ours: tuple[float, ...]
     raw: tuple[float, ...]
     details: dict[str, Any]
+    at_most: float | None = None
+    """In the unit. With a `limit`, either one is enough."""
 
     @property
-    def ratio(self) -> float:
-        return statistics.median(self.ours) / statistics.median(self.raw)
+    def ratio(self) -> float | None:
+        return statistics.median(self.ours) / statistics.median(self.raw) if self.raw else None
 
     @property
     def met(self) -> bool:
-        return self.ratio <= self.limit
+        if self.at_most is not None and statistics.median(self.ours) <= self.at_most:
+            return True
+        return self.limit is not None and self.ratio is not None and self.ratio <= self.limit
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -37,9 +46,10 @@ class Comparison:
             "against": self.against,
             "unit": self.unit,
             "ours": _summary(self.ours),
-            "raw": _summary(self.raw),
-            "ratio": round(self.ratio, 3),
+            "raw": _summary(self.raw) if self.raw else None,
+            "ratio": round(self.ratio, 3) if self.ratio is not None else None,
             "limit": self.limit,
+            "at_most": self.at_most,
             "met": self.met,
             "details": self.details,
         }

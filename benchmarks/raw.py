@@ -9,7 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lowtide.providers.local import bwrap
+from lowtide.providers.local import bwrap, layers
+from lowtide.providers.local.workshop import ID_BASE
 
 
 class RawBubblewrap:
@@ -18,8 +19,9 @@ class RawBubblewrap:
     def __init__(self, home: Path) -> None:
         self.program = bwrap.find(os.environ).path
         self._layers = Path(tempfile.mkdtemp(prefix="raw-", dir=home))
-        # The skeleton that lowtide built for its own sandboxes, so that both look up the same files.
-        (self.skeleton,) = (home / "local" / "base").glob("*/root")
+        # The skeleton of lowtide's own sandboxes, so that both look up the same files.
+        owner = ID_BASE if os.geteuid() == 0 else None
+        self.skeleton = layers.skeleton(home / "local" / "base", owner).root
         self._count = 0
 
     def argv(self, *command: str) -> list[str]:
@@ -29,7 +31,7 @@ class RawBubblewrap:
         for name in ("root", "root-work", "usr", "usr-work"):
             (place / name).mkdir(parents=True)
         argv = [self.program, "--unshare-all", "--unshare-user", "--die-with-parent", "--cap-drop", "ALL"]
-        argv += ["--overlay-src", str(self.skeleton), "--overlay", f"{place}/root", f"{place}/root-work", "/"]
+        argv += ["--overlay-src", self.skeleton, "--overlay", f"{place}/root", f"{place}/root-work", "/"]
         argv += ["--overlay-src", "/usr", "--overlay", f"{place}/usr", f"{place}/usr-work", "/usr"]
         for prefix in sorted({sys.base_prefix, sys.prefix}):
             if not prefix.startswith("/usr"):

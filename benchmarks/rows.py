@@ -1,0 +1,101 @@
+"""What there is to measure: each row's name, its section, and how it is run."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import Comparison
+
+Measure = Callable[[Path, Namespace], Any]
+"""One `Comparison`, several, or rows that are JSON already. Raises `Skipped`."""
+
+
+def _life(home: Path, given: Namespace) -> Comparison:
+    from benchmarks import life
+
+    return life.whole_life(home, given.samples)
+
+
+def _exec(home: Path, given: Namespace) -> Comparison:
+    from benchmarks import life
+
+    return life.one_command(home, given.samples)
+
+
+def _memory(home: Path, given: Namespace) -> Comparison:
+    from benchmarks import memory
+
+    return memory.alive_at_once(home, given.sandboxes)
+
+
+def _import(home: Path, given: Namespace) -> Comparison:
+    from benchmarks import imports
+
+    return imports.import_sandbox(given.samples)
+
+
+def _transfer(home: Path, given: Namespace) -> Comparison:
+    from benchmarks import transfer
+
+    return transfer.in_and_out(home, given.large_samples)
+
+
+def _ledger(home: Path, given: Namespace) -> Comparison:
+    from benchmarks import lifecycle
+
+    return lifecycle.ledger_and_guardian(given.samples)
+
+
+def _killed_owner(home: Path, given: Namespace) -> Comparison:
+    from benchmarks import lifecycle
+
+    return lifecycle.killed_owner(home, given.owned)
+
+
+def _long_ledger(home: Path, given: Namespace) -> list[Comparison]:
+    from benchmarks import lifecycle
+
+    return lifecycle.long_ledger(home, given.large_samples)
+
+
+def _engine(name: str, *, large: bool = False) -> Measure:
+    def measure(home: Path, given: Namespace) -> Comparison:
+        from benchmarks import engines
+
+        run: Callable[[int], Comparison] = getattr(engines, name)
+        return run(given.large_samples if large else given.samples)
+
+    return measure
+
+
+def _image(home: Path, given: Namespace) -> Comparison:
+    from benchmarks import images
+
+    return images.from_image(home, given.samples)
+
+
+SECTIONS: dict[str, dict[str, Measure]] = {
+    "The local provider": {
+        "life": _life,
+        "exec": _exec,
+        "memory": _memory,
+        "import": _import,
+        "transfer": _transfer,
+    },
+    "Nothing left behind": {
+        "ledger": _ledger,
+        "killed-owner": _killed_owner,
+        "long-ledger": _long_ledger,
+    },
+    "Docker, Kubernetes and images": {
+        "docker-life": _engine("docker_life"),
+        "docker-exec": _engine("docker_exec"),
+        "kubernetes-create": _engine("kubernetes_create", large=True),
+        "kubernetes-exec": _engine("kubernetes_exec"),
+        "image": _image,
+    },
+}
+NAMES = tuple(name for rows in SECTIONS.values() for name in rows)
