@@ -22,6 +22,7 @@ def _emulator() -> Iterator[None]:
 def provider_under_test(_emulator: None) -> suite.ProviderUnderTest:
     return suite.ProviderUnderTest(
         name="daytona",
+        keywords={"provider_options": {"user": "root"}},
         parallel=12,
         timeout_seconds=4.0,
         max_lifetime_seconds=60.0,

@@ -95,7 +95,6 @@ class DaytonaProcess:
         self._streams = {STDOUT: EncodedStream(wrapping.mark), STDERR: EncodedStream(wrapping.mark)}
         self._input_open, self._frames = stdin, 0
         self._feeding = asyncio.Lock()
-        self._closed = False
         self._pump = loop.create_task(self._run())
 
     @classmethod
@@ -178,12 +177,14 @@ class DaytonaProcess:
                     await self.wait()
 
     async def aclose(self) -> None:
-        self._closed = True
-        if not self._pump.done() and not self._code.done():
+        if self._pump.done():
+            return
+        if self._code.done():
+            # Its session is given back when its log ends; nobody needs to wait for that.
+            self._sessions.watch(self._pump)
+        else:
             self._pump.cancel()
-        if not self._pump.done():
-            await asyncio.wait({self._pump}, timeout=_CLOSING_SECONDS * 2)
-            self._pump.cancel()
+            await asyncio.wait({self._pump}, timeout=_CLOSING_SECONDS)
 
     # Inside
 

@@ -348,7 +348,7 @@ class DaytonaProvider:
     async def read_file(self, sandbox_id: str, path: str) -> AsyncIterator[bytes]:
         from lowtide.providers.daytona import files
 
-        if not _is_text(path):
+        if not _is_plain(path):
             async for chunk in derived.read_file(self, sandbox_id, path):
                 yield chunk
             return
@@ -369,7 +369,7 @@ class DaytonaProvider:
     ) -> int:
         from lowtide.providers.daytona import files
 
-        if not _is_text(path):
+        if not _is_plain(path):
             return await derived.write_file(self, sandbox_id, path, chunks, mode=mode)
         async with self._inside(sandbox_id):
             box = await self._box(sandbox_id)
@@ -543,5 +543,6 @@ def _is_name(sandbox_id: str) -> bool:
     return _NAME.fullmatch(sandbox_id) is not None
 
 
-def _is_text(path: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in path)
+def _is_plain(path: str) -> bool:
+    """Whether the transfer carries this name: it goes through a header, which takes printable ASCII only."""
+    return path.isascii() and path.isprintable()

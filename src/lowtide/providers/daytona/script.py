@@ -11,6 +11,9 @@ between. What is missing is made here, with a POSIX shell and the tools that bus
 * a session and process group of the command's own, for signals;
 * the whole process tree: the command starts with a unique value in the unused limit ``RLIMIT_LOCKS``.
   Every descendant inherits it, through setsid, double fork and an emptied environment, and /proc shows it.
+
+Where the sandbox has Perl, as Debian and Ubuntu always do, one process does all of this (`pump.pl`); the
+shell alone does the same with a few processes for each read.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ import base64
 import re
 import secrets
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 
 from lowtide.providers.base import ProcessSpec
 
@@ -64,7 +69,13 @@ class Wrapping:
 
     def command(self, spec: ProcessSpec, working_dir: str | None) -> str:
         """What the session is told to run: the same for every shell a session may have."""
-        script = _ENTER + _RUN.replace("ENVIRONMENT ", _exported(spec))
+        exported = _exported(spec)
+        child = f'{_ENTER}printf \'%s+%s;\' "$M" $$;enter;{exported}exec "$@"'
+        script = (
+            "command -v perl >/dev/null 2>&1&&PERL_BADLANG=0 exec perl -e "
+            f'{quoted(_pump())} "$1" \'{"1" if spec.stdin else ""}\' /bin/sh -c {quoted(child)} sh "$@"\n'
+        )
+        script += _ENTER + _RUN.replace("ENVIRONMENT ", exported)
         if spec.stdin:
             script += _FEED + _PIPES.replace("INPUT", "feed|")
         else:
@@ -96,6 +107,12 @@ class Wrapping:
         argv = ("env", *odd, *spec.argv) if odd else spec.argv
         given = (self.mark, str(self.tag), spec.cwd or "", working_dir or "", *argv)
         return f"/bin/sh -c {quoted(script)} sh {' '.join(map(quoted, given))}"
+
+
+@cache
+def _pump() -> str:
+    lines = (Path(__file__).parent / "pump.pl").read_text().splitlines()
+    return "\n".join(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
 
 
 def frame(number: int, data: bytes) -> str:

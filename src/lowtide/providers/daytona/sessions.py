@@ -66,7 +66,10 @@ class Sessions:
             self._idle.append(session)
 
     def end_soon(self, session: Session) -> None:
-        task = asyncio.ensure_future(self.end(session))
+        self.watch(asyncio.ensure_future(self.end(session)))
+
+    def watch(self, task: asyncio.Task[Any]) -> None:
+        """Work nobody waits for, until this end lets go."""
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
