@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import os
+import re
 import select
 import signal
 import sys
@@ -27,7 +28,7 @@ from lowtide.errors import (
     ValidationError,
 )
 from lowtide.providers.base import FileKind, Network, NetworkMode, ProcessSpec, SandboxState, TerminalSize
-from lowtide.providers.local import LocalProvider
+from lowtide.providers.local import LocalProvider, entering
 from lowtide.providers.local import destroy as ending
 from lowtide.providers.local.place import start_time
 
@@ -578,3 +579,76 @@ async def test_commands_of_a_killed_owner_are_reaped_by_the_spawner_it_leaves(tm
         )
     finally:
         os.close(pidfd)
+
+
+async def test_later_commands_are_what_the_first_one_is(provider: LocalProvider, sandbox: str) -> None:
+    """From the second on they are started by a porter: nothing about them may be different."""
+    script = (
+        "grep -E '^(Uid|Gid|Groups|Cap|NoNewPrivs|Seccomp|NSpid|Sig(Blk|Ign|Cgt)|Umask)' /proc/self/status; ulimit -a; "
+        "pwd; env | grep -v LOWTIDE | sort; ls -l /proc/self/fd | wc -l; cat /proc/self/oom_score_adj; readlink /proc/self/ns/*"
+    )
+    seen = [await shell(provider, sandbox, script) for _ in range(3)]
+    cleaned = [re.sub(r"NSpid:.*", "", out) for _, out, _ in seen]
+    assert cleaned[0] == cleaned[1] == cleaned[2]
+    assert [code for code, _, _ in seen] == [0, 0, 0]
+    for _ in range(2):
+        code, out, _ = await shell(provider, sandbox, "cut -d' ' -f4-8 /proc/$$/stat; echo $LOWTIDE_PROCESS")
+        parent, group, session, terminal, _ = out.split()[:5]
+        assert (parent, terminal) == ("0", "0")
+        assert group == session
+    for argv, expected in ((("no-such",), 127), (("/etc/passwd",), 126), (("/root",), 126)):
+        code, _, err = await run(provider, sandbox, *argv)
+        assert code == expected
+        assert argv[0] in err
+    await provider.write_file(sandbox, "/opt/bad", chunks(b"#!/no/such/interpreter\n"), mode=0o755)
+    assert (await run(provider, sandbox, "/opt/bad"))[0] in (126, 127)
+    assert (await run(provider, sandbox, "true", cwd="/no/such/place"))[0] in (126, 127)
+
+
+async def test_a_command_keeps_its_signals_when_nothing_else_happens(
+    provider: LocalProvider, sandbox: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entering, "_PORTER_SECONDS", 0.05)
+    await run(provider, sandbox, "true")
+    process = await provider.start_process(sandbox, ProcessSpec(argv=("sleep", "1000")))
+    await asyncio.sleep(0.5)
+    await process.signal(signal.SIGTERM)
+    assert await process.wait() == 143
+    await asyncio.sleep(0.3)  # now nothing runs, and the porter has left
+    assert provider._entrance.known(sandbox).porter is None
+    assert (await run(provider, sandbox, "echo", "on"))[1] == "on\n"
+
+
+async def test_a_porter_leaves_with_its_sandbox(provider: LocalProvider, sandbox: str) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("an ordinary user's sandboxes have none")
+    process = await provider.start_process(sandbox, ProcessSpec(argv=("sleep", "1000")))
+    second = await provider.start_process(sandbox, ProcessSpec(argv=("sleep", "1000")))
+    assert provider._entrance.known(sandbox).porter is not None
+    other = LocalProvider.connect(provider.credentials())
+    try:
+        assert await other.destroy(sandbox) is True  # by somebody who knows of no porter
+    finally:
+        await other.aclose()
+    for each in (process, second):
+        with pytest.raises(SandboxGone):
+            await each.wait()
+    assert provider._workshop.client is not None
+    for _ in range(200):
+        if len(ending._children(provider._workshop.client._pid)) == 0:
+            break
+        await asyncio.sleep(0.05)
+    else:
+        pytest.fail("the porter is still there")
+
+
+async def test_many_commands_at_once_all_come_to_their_end(provider: LocalProvider, sandbox: str) -> None:
+    async def some(number: int) -> None:
+        for turn in range(25):
+            code, out, err = await shell(
+                provider, sandbox, f"echo {number}-{turn}; echo x >&2; exit {turn % 7}"
+            )
+            assert (code, out, err) == (turn % 7, f"{number}-{turn}\n", "x\n")
+
+    async with asyncio.timeout(240):
+        await asyncio.gather(*(some(number) for number in range(16)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import secrets
@@ -13,10 +14,11 @@ from lowtide.providers.base import STDERR, STDOUT, NetworkMode, ProcessSpec
 from lowtide.providers.local import destroy
 from lowtide.providers.local.place import Place, ProcessMark
 from lowtide.providers.local.process import LocalProcess, gone
-from lowtide.providers.local.spawner_client import Message, Reply
+from lowtide.providers.local.spawner_client import Message, Porter, Reply, SpawnerClient
 from lowtide.providers.local.workshop import Workshop
 
 _MARKER = "LOWTIDE_PROCESS"
+_PORTER_SECONDS = 3.0
 # Namespaces to join: user, pid, mount, ipc, uts, cgroup; and the network where it is the sandbox's own.
 _NAMESPACES, _FILE_NAMESPACES, _NETWORK = 0x3E020000, 0x10020000, 0x40000000
 
@@ -24,7 +26,7 @@ _NAMESPACES, _FILE_NAMESPACES, _NETWORK = 0x3E020000, 0x10020000, 0x40000000
 class Known:
     """What entering a live sandbox takes."""
 
-    __slots__ = ("environment", "flags", "inner", "network", "pids", "procs", "working_dir")
+    __slots__ = ("environment", "flags", "inner", "network", "pids", "porter", "procs", "used", "working_dir")
 
     def __init__(
         self,
@@ -40,6 +42,8 @@ class Known:
         self.pids, self.network = pids, network
         self.procs = [f"{group}/cgroup.procs" for group in groups]
         self.flags = _NAMESPACES | (0 if network else _NETWORK)
+        self.used = 0  # how many commands were started in it from here
+        self.porter: Porter | None = None
 
 
 class Entrance:
@@ -54,7 +58,9 @@ class Entrance:
         self._known[sandbox_id] = known
 
     def forget(self, sandbox_id: str) -> None:
-        self._known.pop(sandbox_id, None)
+        known = self._known.pop(sandbox_id, None)
+        if known is not None:
+            _dismiss(known)
 
     def known(self, sandbox_id: str) -> Known:
         """Raises SandboxGone."""
@@ -122,16 +128,27 @@ class Entrance:
                 "op": "exec",
                 "key": key,
                 "argv": spec.argv,
-                "env": known.environment,
-                "own_env": {**spec.environment, _MARKER: mark},
                 "cwd": spec.cwd or known.working_dir,
-                "user": spec.user,
-                "tty": [spec.tty.columns, spec.tty.rows] if spec.tty else None,
-                "nproc": self._workshop.nproc(known.pids),
-                "cgroups": known.procs,
-                "flags": known.flags,
             }
-            reply = await client.request(message, [pidfd, *theirs])
+            starter: SpawnerClient | Porter = client
+            reply = None
+            porter = await self._porter(client, known, spec, pidfd)
+            if porter is not None:
+                message["env"] = {**known.environment, **spec.environment, _MARKER: mark}
+                reply, starter = porter.request(message, theirs), porter
+            if reply is None:
+                message |= {
+                    "env": known.environment,
+                    "own_env": {**spec.environment, _MARKER: mark},
+                    "user": spec.user,
+                    "tty": [spec.tty.columns, spec.tty.rows] if spec.tty else None,
+                    "nproc": self._workshop.nproc(known.pids),
+                    "cgroups": known.procs,
+                    "flags": known.flags,
+                }
+                if porter is not None and porter.gone:
+                    _dismiss(known)
+                reply, starter = await client.request(message, [pidfd, *theirs]), client
         except BaseException:
             for fd in ours:
                 os.close(fd)
@@ -143,6 +160,7 @@ class Entrance:
                     os.close(fd)
         process = LocalProcess(
             client=client,
+            starter=starter,
             reply=reply,
             key=key,
             mark=mark,
@@ -152,9 +170,32 @@ class Entrance:
             streams=streams,
             stdin=stdin,
         )
+        if isinstance(starter, Porter):
+            process.count_in(starter)
         if spec.tty is not None:
             await process.terminal_ready()
         return process
+
+    async def _porter(
+        self, client: SpawnerClient, known: Known, spec: ProcessSpec, pidfd: int
+    ) -> Porter | None:
+        """Whoever starts this command without the spawner, if it is one of those that can be started so.
+
+        From the second command on: one alone is started faster than a porter. Not where a cgroup limits the
+        sandbox: the porter would use up a part, and could be the one that is killed for want of memory. Not for
+        an ordinary user, whose commands are executed by way of a sealed file.
+        """
+        known.used += 1
+        plain = (
+            spec.tty is None and spec.user is None and not known.procs and self._workshop.owner is not None
+        )
+        if known.used == 1 or not plain:
+            return None
+        if known.porter is None:
+            message = {"flags": known.flags, "nproc": self._workshop.nproc(known.pids)}
+            known.porter = await client.porter(message, pidfd)
+            _dismiss_when_idle(known, known.used)
+        return known.porter
 
     def _pipe(self, *, write_here: bool) -> tuple[int, int]:
         """A pipe; the sandbox's end belongs to its root, so that /dev/stdout can be opened again."""
@@ -166,9 +207,29 @@ class Entrance:
         return read, write
 
     def close(self) -> None:
+        for known in self._known.values():
+            _dismiss(known)
         if self._null >= 0:
             os.close(self._null)
             self._null = -1
+
+
+def _dismiss(known: Known) -> None:
+    porter, known.porter = known.porter, None
+    if porter is not None:
+        porter.close()
+
+
+def _dismiss_when_idle(known: Known, used: int) -> None:
+    """It costs a megabyte or two: not for a sandbox in which nothing happens."""
+
+    def look() -> None:
+        if known.porter is not None and known.used == used and not known.porter.running:
+            _dismiss(known)
+        elif known.porter is not None:
+            _dismiss_when_idle(known, known.used)
+
+    asyncio.get_running_loop().call_later(_PORTER_SECONDS, look)
 
 
 class Inside:

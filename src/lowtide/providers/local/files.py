@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from lowtide import errors
 from lowtide.providers.base import FileEntry, FileKind
-from lowtide.providers.local.spawner_client import Message, Reply, readable
+from lowtide.providers.local.spawner_client import Message, Reply
+from lowtide.providers.local.waiting import readable
 
 _CHUNK = 1 << 20
 _PIPE_BYTES = 1 << 20

@@ -7,14 +7,16 @@ import contextlib
 import json
 import os
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 from lowtide.errors import SandboxFailedError
-from lowtide.providers.base import NetworkMode, SandboxSpec
+from lowtide.providers.base import NetworkMode, SandboxInfo, SandboxSpec, SandboxState
 from lowtide.providers.local import bwrap, cgroups, disk
 from lowtide.providers.local.foundation import Foundation
 from lowtide.providers.local.place import Place, ProcessMark, boot_id
-from lowtide.providers.local.spawner_client import Message, SpawnerClient, readable
+from lowtide.providers.local.spawner_client import Message, SpawnerClient
+from lowtide.providers.local.waiting import readable
 from lowtide.providers.local.workshop import Workshop
 
 
@@ -44,7 +46,7 @@ class Launch:
             os.mkdir(place.path, 0o700)
         except FileExistsError:
             return False
-        now = time.time()
+        self._now = now = time.time()
         limited = spec.limits.disk_bytes is not None
         record = {
             "labels": spec.labels.as_dict(),
@@ -73,6 +75,17 @@ class Launch:
         if self.workshop.owner is not None:
             os.chown(place.path, self.workshop.owner, self.workshop.owner)
         return True
+
+    def info(self) -> SandboxInfo:
+        """What `Place.info` reads, for the moment after it was made."""
+        lifetime = self.spec.lifetime_seconds
+        return SandboxInfo(
+            sandbox_id=self.place.sandbox_id,
+            state=SandboxState.RUNNING,
+            labels=self.spec.labels.as_dict(),
+            created_at=datetime.fromtimestamp(self._now, UTC),
+            expires_at=datetime.fromtimestamp(self._now + lifetime, UTC) if lifetime else None,
+        )
 
     def _own_dir(self, path: str) -> None:
         os.mkdir(path, 0o755)

@@ -58,6 +58,9 @@ class Place:
     def sandbox_id(self) -> str:
         return self.path.name
 
+    def exists(self) -> bool:
+        return os.path.lexists(self.path)
+
     def spec(self) -> dict[str, Any] | None:
         """What was asked for, or None when there is no such sandbox (or it is only being made)."""
         try:
@@ -69,9 +72,13 @@ class Place:
     def processes(self) -> tuple[ProcessMark | None, ProcessMark | None]:
         """The outer and the inner bwrap, as far as they are known."""
         try:
-            text = (self.path / "pid").read_text()
+            fd = os.open(f"{self.path}/pid", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return None, None
+        try:
+            text = os.read(fd, 256).decode("ascii", "replace")
+        finally:
+            os.close(fd)
         marks: list[ProcessMark | None] = []
         for line in text.splitlines():
             pid, _, start = line.partition(" ")

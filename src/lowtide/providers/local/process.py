@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from lowtide.errors import ResourceExhaustedError, SandboxFailedError, SandboxGone, SandboxUnavailableError
 from lowtide.providers.base import STDERR, STDOUT, TerminalSize
 from lowtide.providers.local.place import ProcessMark
-from lowtide.providers.local.spawner_client import Message, Reply, SpawnerClient
+from lowtide.providers.local.spawner_client import Message, Porter, Reply, SpawnerClient
 
 _CHUNK = 1 << 16
 
@@ -26,6 +26,7 @@ class LocalProcess:
         self,
         *,
         client: SpawnerClient,
+        starter: SpawnerClient | Porter,
         reply: Reply,
         key: int,
         mark: str,
@@ -36,6 +37,7 @@ class LocalProcess:
         stdin: int | None,
     ) -> None:
         self._client, self._reply, self._key, self._mark = client, reply, key, mark
+        self._starter = starter  # whose child it is
         self._inner, self._flags, self._sandbox_id = inner, flags, sandbox_id
         self._streams = streams  # descriptor -> STDOUT or STDERR
         self._stdin = stdin
@@ -45,6 +47,15 @@ class LocalProcess:
         self._exit.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody has to ask
         self._wake: asyncio.Event = asyncio.Event()
         self._loop.add_reader(reply.socket.fileno(), self._on_reply)
+
+    def count_in(self, porter: Porter) -> None:
+        """It must stay while this one runs."""
+        porter.running += 1
+
+        def ended(_: object) -> None:
+            porter.running -= 1
+
+        self._exit.add_done_callback(ended)
 
     def take_terminal(self, master: int) -> None:
         os.set_blocking(master, False)
@@ -191,7 +202,7 @@ class LocalProcess:
 
     async def signal(self, number: int) -> None:
         if not self._exit.done():
-            await self._client.tell({"op": "signal", "key": self._key, "number": number})
+            await self._starter.tell({"op": "signal", "key": self._key, "number": number})
 
     async def terminate(self, grace_seconds: float) -> None:
         # Asked again while the command lives: a process that is just executing another program shows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import os
 from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
@@ -32,7 +33,11 @@ from lowtide.providers.local.place import Place, places, valid_id
 from lowtide.providers.local.ports import Forwarder
 from lowtide.providers.local.process import gone
 from lowtide.providers.local.snapshots import SnapshotStore
+from lowtide.providers.local.spawner_client import SpawnerClient
 from lowtide.providers.local.workshop import Workshop
+
+# After a create, when nothing was destroyed meanwhile: then the next one gets a process that is ready.
+_SPARE_SECONDS = 0.05
 
 
 class LocalProvider:
@@ -90,7 +95,7 @@ class LocalProvider:
             )
         return cls(_home(environ), environ)
 
-    @property
+    @functools.cached_property
     def account(self) -> str:
         text = f"{_machine_id()}|{os.geteuid()}|{self.home}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -129,10 +134,16 @@ class LocalProvider:
             groups=[str(group.path) for group in launch.groups],
         )
         self._entrance.add(place.sandbox_id, known)
-        info = place.info()
-        if info is None:
+        info = launch.info() if inner.start_time else place.info()
+        if info is None or not place.exists():
             raise gone(place.sandbox_id, "the sandbox was ended while it was made")
+        asyncio.get_running_loop().call_later(_SPARE_SECONDS, self._prepare, client)
         return info
+
+    def _prepare(self, client: SpawnerClient) -> None:
+        if client is self._workshop.client and client.running:
+            preparing = asyncio.ensure_future(client.prepare())
+            preparing.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     # ------------------------------------------------------------ find, list, destroy
 
@@ -169,7 +180,10 @@ class LocalProvider:
         self._entrance.forget(sandbox_id)
         for key in [key for key in self._forwarders if key[0] == sandbox_id]:
             self._forwarders.pop(key)[0].close()
-        return await asyncio.get_running_loop().run_in_executor(None, self._destroy, place, grace_seconds)
+        client = self._workshop.client
+        if client is not None:
+            await client.prepare()  # while the kernel takes this one apart
+        return await destroy.destroy_on_loop(place, self.home / "trash", grace_seconds)
 
     def _destroy(self, place: Place, grace_seconds: float) -> bool:
         return destroy.destroy(place, self.home / "trash", grace_seconds)

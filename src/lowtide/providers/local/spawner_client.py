@@ -18,10 +18,12 @@ from typing import Any
 
 from lowtide import engine
 from lowtide.errors import SandboxFailedError, SandboxUnavailableError
+from lowtide.providers.local.waiting import readable
 
 _LONGEST = 60_000  # bytes that surely fit one packet
 Message = dict[str, Any]
 _clients: weakref.WeakSet[SpawnerClient] = weakref.WeakSet()
+_porters: weakref.WeakSet[Porter] = weakref.WeakSet()
 
 
 class Reply:
@@ -153,7 +155,10 @@ class SpawnerClient:
         finally:
             if spare is not None:
                 spare.close()
-        if self._asked is None:
+
+    async def prepare(self) -> None:
+        """Have a process made that waits to become the next sandbox, when there is none. Called in a quiet moment."""
+        if self._control is not None and self._asked is None and self._spare is None:
             self._asked = await self.request({"op": "spare"}, [])
             asyncio.get_running_loop().add_reader(self._asked.socket.fileno(), self._take_spare)
 
@@ -182,6 +187,10 @@ class SpawnerClient:
     async def tell(self, message: Message) -> None:
         """Send one request that has no answer."""
         await self._send(message, [])
+
+    async def porter(self, message: Message, pidfd: int) -> Porter:
+        """A process at the door of one sandbox, which starts commands there faster than the spawner does."""
+        return Porter((await self.request({"op": "porter", **message}, [pidfd])).socket)
 
     async def _send(self, message: Message, fds: Sequence[int]) -> None:
         control = self._control
@@ -220,6 +229,45 @@ class SpawnerClient:
                 sock.close()
 
 
+class Porter:
+    """The line to one. It leaves when this is closed and what it has started has ended."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self.gone = False
+        self.running = 0
+        """How many of its commands are being waited for; only it can send them signals."""
+        _porters.add(self)
+
+    def request(self, message: Message, fds: Sequence[int]) -> Reply | None:
+        """None: it is gone, or too busy to be asked."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        with theirs:
+            if self._send(message, [theirs.fileno(), *fds]):
+                return Reply(ours)
+        ours.close()
+        return None
+
+    async def tell(self, message: Message) -> None:
+        while not self._send(message, []) and not self.gone:  # noqa: ASYNC110 - rare: a burst
+            await asyncio.sleep(0.001)
+
+    def _send(self, message: Message, fds: Sequence[int]) -> bool:
+        with _packet(message, fds) as (data, ancillary):
+            try:
+                self._socket.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
+                return True
+            except BlockingIOError:
+                return False
+            except OSError:
+                self.gone = True
+                return False
+
+    def close(self) -> None:
+        self._socket.close()
+
+
 @contextlib.contextmanager
 def _packet(
     message: Message, fds: Sequence[int]
@@ -251,6 +299,8 @@ def _hand_over(spare: socket.socket, message: Message, fds: Sequence[int]) -> bo
 def _forget_all() -> None:
     for client in list(_clients):
         client.forget()
+    for porter in list(_porters):
+        porter.close()
 
 
 engine.forget_in_child(_forget_all)
@@ -288,18 +338,3 @@ def _reap(pid: int) -> None:
             os.waitpid(pid, 0)
 
     threading.Thread(target=wait, name="lowtide-reap", daemon=True).start()
-
-
-async def readable(fd: int) -> None:
-    loop = asyncio.get_running_loop()
-    waiter: asyncio.Future[None] = loop.create_future()
-
-    def ready() -> None:
-        if not waiter.done():
-            waiter.set_result(None)
-
-    loop.add_reader(fd, ready)
-    try:
-        await waiter
-    finally:
-        loop.remove_reader(fd)

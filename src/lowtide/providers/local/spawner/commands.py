@@ -101,13 +101,8 @@ def run_command(message: Message, fds: Fds) -> None:
 def execute(argv: list[str], environment: dict[bytes, bytes]) -> None:
     arguments = [os.fsencode(a) for a in argv]
     name = arguments[0]
-    if b"/" in name:
-        candidates = [name]
-    else:
-        path = environment.get(b"PATH", b"/usr/local/bin:/usr/bin:/bin")
-        candidates = [(part or b".") + b"/" + name for part in path.split(b":")]
     refused: OSError | None = None
-    for candidate in candidates:
+    for candidate in candidates(name, environment):
         try:
             run_file(candidate, arguments, environment)
         except OSError as error:
@@ -118,6 +113,13 @@ def execute(argv: list[str], environment: dict[bytes, bytes]) -> None:
     if refused is not None:
         raise OSError(refused.errno, os.strerror(refused.errno or 0), os.fsdecode(name), None, "found")
     raise FileNotFoundError(errno.ENOENT, "command not found", os.fsdecode(name))
+
+
+def candidates(name: bytes, environment: dict[bytes, bytes]) -> list[bytes]:
+    if b"/" in name:
+        return [name]
+    path = environment.get(b"PATH", b"/usr/local/bin:/usr/bin:/bin")
+    return [(part or b".") + b"/" + name for part in path.split(b":")]
 
 
 def run_file(candidate: bytes, arguments: list[bytes], environment: dict[bytes, bytes]) -> None:

@@ -16,10 +16,9 @@ from .config import config
 from .creation import Spare
 from .ending import terminate_tree
 from .kernel import SYS_CLOSE_RANGE, libc
+from .porter import start_porter
 from .staging import configure, stage_more
 from .wire import Fds, Message, failure, receive, send
-
-_QUIET_SECONDS = 0.004  # without a request: then there is time to prepare the next sandbox
 
 
 class Spawner:
@@ -27,7 +26,6 @@ class Spawner:
         self.control = control
         self.poller = select.epoll()
         self.births_r, self.births_w = os.pipe()
-        self.wanted = -1  # the reply socket of who asked for a spare
         self.firsts: dict[int, int] = {}  # pid of the one that enters -> key
         self.processes: dict[int, int] = {}  # pid of a command -> key
         self.replies: dict[int, int] = {}  # key -> reply socket
@@ -48,11 +46,7 @@ class Spawner:
         # Its commands are its children. When the owner is gone it stays to reap them: a sandbox is dead only
         # when the last zombie in it is reaped, and the machine's init may take a second or more for that.
         while serving or self.processes or self.firsts:
-            waiting = serving and self.wanted >= 0
-            events = self.poller.poll(_QUIET_SECONDS if waiting else -1)
-            if not events and waiting:
-                self.hand_out_spare()
-            for fd, _ in events:
+            for fd, _ in self.poller.poll():
                 if fd == control:
                     request = receive(self.control)
                     if request is None:
@@ -79,9 +73,9 @@ class Spawner:
             elif op == "create":
                 Spare().take(message, fds[1:])
             elif op == "spare":
-                if self.wanted >= 0:
-                    os.close(self.wanted)
-                self.wanted, keep = fds[0], fds
+                spare = Spare()
+                with spare.ours:
+                    send(fds[0], {"ok": True}, [spare.ours.fileno()])
             elif op == "exec":
                 key = message["key"]
                 if config.base is not None:
@@ -91,6 +85,8 @@ class Spawner:
                     self.firsts[start_process(message, fds, self.births_w, key)] = key
                 self.replies[key] = fds[0]
                 keep = fds[:1]
+            elif op == "porter":
+                start_porter(message, fds)
             elif op == "call":
                 call_inside(message, fds)
             elif op == "stage":
@@ -106,13 +102,6 @@ class Spawner:
             for fd in fds:
                 if fd not in keep:
                     os.close(fd)
-
-    def hand_out_spare(self) -> None:
-        spare = Spare()
-        send(self.wanted, {"ok": True}, [spare.ours.fileno()])
-        spare.ours.close()
-        os.close(self.wanted)
-        self.wanted = -1
 
     def signal(self, key: int, number: int) -> None:
         pid = self.pids.get(key)
