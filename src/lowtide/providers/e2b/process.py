@@ -81,7 +81,7 @@ class E2BProcess:
             environment.setdefault("TERM", "xterm-256color")
         events = _events(
             box,
-            wrapping.arguments(spec, working_dir),
+            wrapping.command(spec, working_dir),
             environment=environment,
             user=spec.user or user,
             stdin=spec.stdin,
@@ -297,9 +297,9 @@ class E2BProcess:
             self._watch = self._loop.call_later(_SILENT_SECONDS - silent, self._listen)
 
 
-async def alone(box: AsyncSandbox, arguments: list[str], *, user: str | None) -> tuple[int, bytes]:
-    """Run the shell with these arguments to its end: its exit code, and what it said on standard error."""
-    events = _events(box, arguments, user=user)
+async def alone(box: AsyncSandbox, command: list[str], *, user: str | None) -> tuple[int, bytes]:
+    """Run a command to its end: its exit code, and what it said on standard error."""
+    events = _events(box, command, user=user)
     said = bytearray()
     try:
         await _started(box, events)
@@ -318,7 +318,7 @@ async def alone(box: AsyncSandbox, arguments: list[str], *, user: str | None) ->
 
 def _events(
     box: AsyncSandbox,
-    arguments: list[str],
+    command: list[str],
     *,
     environment: dict[str, str] | None = None,
     user: str | None = None,
@@ -334,7 +334,7 @@ def _events(
     from e2b.envd.process import process_pb
     from e2b.envd.utils import authentication_header
 
-    config = process_pb.ProcessConfig(cmd=script.SHELL, args=arguments, envs=environment or {})
+    config = process_pb.ProcessConfig(cmd=command[0], args=command[1:], envs=environment or {})
     request = process_pb.StartRequest(process=config, stdin=stdin)
     if tty is not None:
         size = process_pb.PTY.Size(rows=tty.rows, cols=tty.columns)
