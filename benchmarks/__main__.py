@@ -77,6 +77,10 @@ def _measured(
     return [row.as_json() if isinstance(row, Comparison) else row for row in found]
 
 
+def table(report: dict[str, Any]) -> str:
+    return page.table(report["results"])
+
+
 def _end(home: Path) -> None:
     """Let the helper processes go and remove the state directory."""
     if "lowtide.providers.registry" in sys.modules:

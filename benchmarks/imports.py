@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 
-from benchmarks.measure import Comparison, interleave
+from benchmarks.measure import Comparison, Skipped, interleave
 
-_CODE = "import time; start = time.perf_counter(); {statement}; print((time.perf_counter() - start) * 1000)"
+_CODE = "{before}import time; start = time.perf_counter(); {statement}; print((time.perf_counter() - start) * 1000)"
 
 
 def import_sandbox(samples: int) -> Comparison:
@@ -27,8 +28,30 @@ def import_sandbox(samples: int) -> Comparison:
     )
 
 
-def _import(statement: str) -> float:
-    code = _CODE.format(statement=statement)
+def import_beside(sdk: str, samples: int) -> Comparison:
+    """What an installed SDK adds to the import: nothing, as long as nothing imports it."""
+    if importlib.util.find_spec(sdk) is None:
+        raise Skipped(f"lowtide[{sdk}] is not installed")
+    statement = "from lowtide import Sandbox"
+    mine, theirs = interleave(
+        lambda: _import(statement),
+        lambda: _import(statement, before=f"import sys; sys.modules[{sdk!r}] = None; "),
+        samples=samples,
+    )
+    return Comparison(
+        name=f"{sdk}-import",
+        what=f"`from lowtide import Sandbox` with the `{sdk}` package installed",
+        against="the same with that package out of reach",
+        limit=1.05,
+        unit="ms",
+        ours=mine,
+        raw=theirs,
+        details={},
+    )
+
+
+def _import(statement: str, *, before: str = "") -> float:
+    code = _CODE.format(statement=statement, before=before)
     return float(
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     )

@@ -14,7 +14,20 @@ def tables(report: dict[str, Any]) -> str:
     sections: dict[str, list[dict[str, Any]]] = {}
     for row in report["results"]:
         sections.setdefault(row["section"], []).append(row)
-    return "\n\n".join(f"### {title}\n\n{_table(rows)}" for title, rows in sections.items())
+    return "\n\n".join(f"### {title}\n\n{table(rows)}" for title, rows in sections.items())
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [_HEAD] if any("why" not in row for row in rows) else []
+    for row in rows:
+        if "why" in row:
+            continue
+        ours, raw = (_amount(row[side], row["unit"]) for side in ("ours", "raw"))
+        met = "yes" if row["met"] else "**no**"
+        cells = (row["what"], row["against"], ours, raw, _ratio(row), _limit(row), met)
+        lines.append(f"| {' | '.join(cells)} |")
+    left_out = [f"- `{row['name']}` {row['outcome']}: {row['why']}" for row in rows if "why" in row]
+    return "\n".join([*lines, *([""] if lines and left_out else []), *left_out])
 
 
 def write(report: dict[str, Any]) -> None:
@@ -27,20 +40,8 @@ def line(row: dict[str, Any]) -> str:
     if "why" in row:
         return f"  {row['name']}: {row['outcome']}: {row['why']}"
     words = "" if row["met"] else ", not met"
-    return f"  {row['name']}: {_ratio(row)} (at most {_limit(row)}{words})"
-
-
-def _table(rows: list[dict[str, Any]]) -> str:
-    lines = [_HEAD] if any("why" not in row for row in rows) else []
-    for row in rows:
-        if "why" in row:
-            continue
-        ours, raw = (_amount(row[side], row["unit"]) for side in ("ours", "raw"))
-        met = "yes" if row["met"] else "**no**"
-        cells = (row["what"], row["against"], ours, raw, _ratio(row), _limit(row), met)
-        lines.append(f"| {' | '.join(cells)} |")
-    left_out = [f"- `{row['name']}` {row['outcome']}: {row['why']}" for row in rows if "why" in row]
-    return "\n".join([*lines, *([""] if lines and left_out else []), *left_out])
+    measured = _ratio(row) if row["ratio"] is not None else _amount(row["ours"], row["unit"])
+    return f"  {row['name']}: {measured} (at most {_limit(row)}{words})"
 
 
 def _ratio(row: dict[str, Any]) -> str:

@@ -77,6 +77,28 @@ def _image(home: Path, given: Namespace) -> Comparison:
     return images.from_image(home, given.samples)
 
 
+def _e2b(home: Path, given: Namespace) -> list[dict[str, Any]]:
+    from benchmarks import hosted
+
+    crowd, ending = str(given.sandboxes // 2), str(given.sandboxes)
+    return hosted.measured("e2b", "--samples", str(given.samples), "--parallel", crowd, "--ending", ending)
+
+
+def _daytona(home: Path, given: Namespace) -> list[dict[str, Any]]:
+    from benchmarks import hosted
+
+    crowd, ending = str(given.sandboxes // 2), str(given.sandboxes)
+    return hosted.measured(
+        "daytona", "--samples", str(given.large_samples), "--crowd", crowd, "--ending", ending
+    )
+
+
+def _daytona_import(home: Path, given: Namespace) -> Comparison:
+    from benchmarks import imports
+
+    return imports.import_beside("daytona", given.samples)
+
+
 SECTIONS: dict[str, dict[str, Measure]] = {
     "The local provider": {
         "life": _life,
@@ -97,5 +119,7 @@ SECTIONS: dict[str, dict[str, Measure]] = {
         "kubernetes-exec": _engine("kubernetes_exec"),
         "image": _image,
     },
+    "E2B, on the emulator": {"e2b": _e2b},
+    "Daytona, on the emulator": {"daytona": _daytona, "daytona-import": _daytona_import},
 }
 NAMES = tuple(name for rows in SECTIONS.values() for name in rows)
