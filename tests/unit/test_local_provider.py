@@ -652,3 +652,34 @@ async def test_many_commands_at_once_all_come_to_their_end(provider: LocalProvid
 
     async with asyncio.timeout(240):
         await asyncio.gather(*(some(number) for number in range(16)))
+
+
+async def test_nothing_runs_in_a_paused_sandbox(provider: LocalProvider, sandbox: str) -> None:
+    script = "i=0; while :; do i=$((i+1)); echo $i > /tmp/count; (:) & wait; done"
+    process = await provider.start_process(sandbox, ProcessSpec(argv=("sh", "-c", script)))
+    for _ in range(200):
+        with contextlib.suppress(SandboxFileNotFoundError):
+            await provider.stat(sandbox, "/tmp/count")
+            break
+        await asyncio.sleep(0.05)
+    await provider.pause(sandbox)
+    assert (await provider.get(sandbox)).state is SandboxState.PAUSED
+    upper = provider.home / "sandboxes" / sandbox / "root/tmp/count"
+    seen = upper.read_bytes()
+    await asyncio.sleep(0.5)
+    assert upper.read_bytes() == seen
+    with pytest.raises(SandboxUnavailableError, match="paused"):
+        await run(provider, sandbox, "true")
+    await provider.resume(sandbox)
+    assert (await provider.get(sandbox)).state is SandboxState.RUNNING
+    for _ in range(200):
+        if upper.read_bytes() not in (seen, b""):
+            break
+        await asyncio.sleep(0.05)
+    else:
+        pytest.fail("it does not go on")
+    await provider.pause(sandbox)
+    assert await provider.destroy(sandbox) is True
+    await process.aclose()
+    with pytest.raises(SandboxGone):
+        await provider.pause(sandbox)

@@ -212,7 +212,7 @@ def _child_of(outer: ProcessMark) -> ProcessMark | None:
     finally:
         os.close(fd)
     deadline = time.monotonic() + 1.0
-    while _state(outer.pid) not in ("T", "Z", "X", "") and time.monotonic() < deadline:
+    while state(outer.pid) not in ("T", "Z", "X", "") and time.monotonic() < deadline:
         time.sleep(0.0005)
     for child in _children(outer.pid):
         start = start_time(child)
@@ -221,7 +221,7 @@ def _child_of(outer: ProcessMark) -> ProcessMark | None:
     return None
 
 
-def _state(pid: int) -> str:
+def state(pid: int) -> str:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0].decode()
@@ -259,7 +259,7 @@ def _ask_to_end(inner: ProcessMark, grace_seconds: float, *, only_main: bool) ->
         if only_main:
             waiting = [main] if main is not None and start_time(main) is not None else []
         else:
-            waiting = [pid for pid in _members(inner.pid) if pid not in (inner.pid, main)]
+            waiting = [pid for pid in members(inner.pid) if pid not in (inner.pid, main)]
         if not waiting or time.monotonic() >= deadline:
             return
         for pid in waiting:
@@ -280,7 +280,7 @@ def _idle(inner: int) -> bool:
     return {name for name in names if name.isdigit()} == {"1", "2"}
 
 
-def _members(inner: int) -> list[int]:
+def members(inner: int) -> list[int]:
     """The live processes of the same process namespace."""
     try:
         namespace = os.stat(f"/proc/{inner}/ns/pid").st_ino

@@ -41,6 +41,7 @@ def doctor(environ: Mapping[str, str] | None = None) -> list[Check]:
         _bwrap(environ),
         _user_namespaces(),
         _overlay(),
+        *_idmap(),
         _python(),
         *(_controller(name) for name in ("memory", "cpu", "pids")),
         _disk(),
@@ -113,6 +114,48 @@ def _overlay() -> Check:
         why="the kernel has it" if ok else "not loaded",
         fix=None if ok else "modprobe overlay",
     )
+
+
+def _idmap() -> list[Check]:
+    """Tried on /usr in another process, as the spawner does it. Only root needs it: the host's files must become its own."""
+    if os.geteuid() != 0:
+        return []
+    why = _try_idmap()
+    return [
+        Check(
+            name="id-mapped mounts",
+            ok=why == "ok",
+            why="/usr can be mounted as the sandbox's own" if why == "ok" else f"refused for /usr: {why}",
+            fix=None
+            if why == "ok"
+            else "Linux 5.19 or later, and /usr on ext4, xfs, btrfs or overlay; without, only the usual directories of "
+            "/usr are writable in sandboxes",
+            needed=False,
+        )
+    ]
+
+
+def _try_idmap() -> str:
+    import subprocess
+
+    package = str(Path(__file__).parent)
+    program = (
+        "import sys; sys.path.append(sys.argv[1]); from spawner import kernel, staging; from spawner.config import config\n"
+        "config.base = 1 << 30\n"
+        "try:\n"
+        "    kernel.check(kernel.libc.unshare(kernel.NEWNS), 'unshare')\n"
+        "    kernel.check(kernel.libc.mount(None, b'/', None, 0x4000 | 0x40000, None), 'make / private')\n"
+        "    kernel.check(kernel.libc.mount(b'x', b'/mnt', b'tmpfs', 0, b'size=64k'), 'mount tmpfs')\n"
+        "    pid, namespace = staging.user_namespace()\n"
+        "    try: staging.graft('/usr', '/mnt/usr', namespace)\n"
+        "    finally: staging.os.kill(pid, 9)\n"
+        "    print('ok')\n"
+        "except OSError as error: print(error.strerror or error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program, package], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or done.stderr.strip()[-200:] or "no answer"
 
 
 def _python() -> Check:

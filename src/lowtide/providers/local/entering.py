@@ -12,6 +12,7 @@ from typing import Any
 
 from lowtide.providers.base import STDERR, STDOUT, NetworkMode, ProcessSpec
 from lowtide.providers.local import destroy
+from lowtide.providers.local.pausing import paused
 from lowtide.providers.local.place import Place, ProcessMark
 from lowtide.providers.local.process import LocalProcess, gone
 from lowtide.providers.local.spawner_client import Message, Porter, Reply, SpawnerClient
@@ -69,6 +70,13 @@ class Entrance:
             known = self._known[sandbox_id] = self._learn(sandbox_id)
         return known
 
+    def awake(self, sandbox_id: str) -> Known:
+        """The same; SandboxUnavailableError while it is paused."""
+        known = self.known(sandbox_id)
+        if self._place_of(sandbox_id).paused():
+            raise paused(sandbox_id)
+        return known
+
     def _learn(self, sandbox_id: str) -> Known:
         """A sandbox that another process made."""
         place = self._place_of(sandbox_id)
@@ -99,7 +107,7 @@ class Entrance:
         return Inside(self, self._workshop, sandbox_id)
 
     async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> LocalProcess:
-        known = self.known(sandbox_id)
+        known = self.awake(sandbox_id)
         client = await self._workshop.start()
         pidfd = known.inner.open()
         if pidfd is None:
@@ -181,7 +189,7 @@ class Entrance:
     ) -> Porter | None:
         """Whoever starts this command without the spawner, if it is one of those that can be started so.
 
-        From the second command on: one alone is started faster than a porter. Not where a cgroup limits the
+        From the second command on where none is ready: one alone is started faster than a porter. Not where a cgroup limits the
         sandbox: the porter would use up a part, and could be the one that is killed for want of memory. Not for
         an ordinary user, whose commands are executed by way of a sealed file.
         """
@@ -189,7 +197,7 @@ class Entrance:
         plain = (
             spec.tty is None and spec.user is None and not known.procs and self._workshop.owner is not None
         )
-        if known.used == 1 or not plain:
+        if not plain or (known.used == 1 and not client.porter_ready):
             return None
         if known.porter is None:
             message = {"flags": known.flags, "nproc": self._workshop.nproc(known.pids)}

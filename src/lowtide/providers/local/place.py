@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -95,6 +96,16 @@ class Place:
         finally:
             os.close(fd)
 
+    def paused(self) -> bool:
+        return os.path.exists(f"{self.path}/paused")
+
+    def set_paused(self, yes: bool) -> None:
+        if yes:
+            os.close(os.open(f"{self.path}/paused", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{self.path}/paused")
+
     def exit_code(self) -> int | None:
         """What the main process ended with, when it ended by itself."""
         try:
@@ -124,7 +135,7 @@ class Place:
         if spec is None:
             return None
         expires = spec.get("expires_at")
-        state, code, reason = SandboxState.RUNNING, None, None
+        state, code, reason = SandboxState.PAUSED if self.paused() else SandboxState.RUNNING, None, None
         if not self.alive(spec):
             code = self.exit_code()
             outer, _ = self.processes()

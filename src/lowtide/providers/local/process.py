@@ -74,6 +74,9 @@ class LocalProcess:
         self._wake.set()
 
     def _handle(self, said: tuple[Message, list[int]] | None) -> None:
+        if said is None and not self._inner.alive():
+            self._exit.set_exception(gone(self._sandbox_id))
+            return
         if said is None:
             self._exit.set_exception(
                 SandboxUnavailableError(

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import hashlib
 import os
-from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -25,11 +25,11 @@ from lowtide.providers.base import (
     Traits,
     Url,
 )
-from lowtide.providers.local import destroy, files, idle, seccomp
+from lowtide.providers.local import destroy, files, idle, pausing, seccomp
 from lowtide.providers.local.entering import Entrance, Known
 from lowtide.providers.local.images import ImageStore
 from lowtide.providers.local.launch import Launch
-from lowtide.providers.local.place import Place, places, valid_id
+from lowtide.providers.local.place import Place, ProcessMark, places, valid_id
 from lowtide.providers.local.ports import Forwarder
 from lowtide.providers.local.process import gone
 from lowtide.providers.local.snapshots import SnapshotStore
@@ -60,6 +60,7 @@ class LocalProvider:
             Capability.NETWORK_FULL,
             Capability.PORTS,
             Capability.SNAPSHOT,
+            Capability.PAUSE,
             Capability.LIFETIME,
         }
     )
@@ -249,7 +250,25 @@ class LocalProvider:
             entry = self._forwarders[sandbox_id, port] = (forwarder, await forwarder.start())
         return Url(url=f"http://127.0.0.1:{entry[1]}")
 
-    # ------------------------------------------------------------ snapshots
+    # ------------------------------------------------------------ pause, snapshots
+
+    async def pause(self, sandbox_id: str) -> None:
+        inner = self._entrance.known(sandbox_id).inner
+        await asyncio.to_thread(self._while_alive, pausing.pause, sandbox_id, inner)
+
+    async def resume(self, sandbox_id: str) -> None:
+        inner = self._entrance.known(sandbox_id).inner
+        await asyncio.to_thread(self._while_alive, pausing.resume, sandbox_id, inner)
+
+    def _while_alive(
+        self, work: Callable[[Place, ProcessMark], None], sandbox_id: str, inner: ProcessMark
+    ) -> None:
+        try:
+            if inner.alive():
+                return work(self._place(sandbox_id), inner)
+        except FileNotFoundError:
+            pass  # destroyed meanwhile
+        raise gone(sandbox_id)
 
     async def snapshot(self, sandbox_id: str, name: str) -> str:
         place = self._place(sandbox_id)

@@ -73,6 +73,7 @@ class SpawnerClient:
         self._keys = itertools.count(1)
         self._spare: socket.socket | None = None  # to a process that waits to become a sandbox
         self._asked: Reply | None = None  # for the next one
+        self._spare_porter: Porter | None = None
         self.staged: dict[str, str] = {}
         self.idmapped = False
         _clients.add(self)
@@ -161,6 +162,12 @@ class SpawnerClient:
         if self._control is not None and self._asked is None and self._spare is None:
             self._asked = await self.request({"op": "spare"}, [])
             asyncio.get_running_loop().add_reader(self._asked.socket.fileno(), self._take_spare)
+        if (
+            self._control is not None
+            and self._spare_porter is None
+            and self._configuration["base"] is not None
+        ):
+            self._spare_porter = Porter((await self.request({"op": "porter"}, [])).socket)
 
     def _take_spare(self) -> None:
         asked = self._asked
@@ -190,7 +197,17 @@ class SpawnerClient:
 
     async def porter(self, message: Message, pidfd: int) -> Porter:
         """A process at the door of one sandbox, which starts commands there faster than the spawner does."""
+        porter, self._spare_porter = self._spare_porter, None
+        if porter is not None:
+            if porter.enter(message, pidfd):
+                return porter
+            porter.close()
         return Porter((await self.request({"op": "porter", **message}, [pidfd])).socket)
+
+    @property
+    def porter_ready(self) -> bool:
+        """Whether one waits for its sandbox."""
+        return self._spare_porter is not None
 
     async def _send(self, message: Message, fds: Sequence[int]) -> None:
         control = self._control
@@ -214,7 +231,8 @@ class SpawnerClient:
         self._lock = None
         self._stop_asking()
         spare, self._spare = self._spare, None
-        for sock in (control, spare):
+        porter, self._spare_porter = self._spare_porter, None
+        for sock in (control, spare, porter):
             if sock is not None:
                 sock.close()
         if pid:
@@ -222,8 +240,9 @@ class SpawnerClient:
 
     def forget(self) -> None:
         """In a forked child: it is the parent's."""
-        held = (self._control, self._spare, self._asked)
+        held = (self._control, self._spare, self._asked, self._spare_porter)
         self._control, self._pid, self._lock, self._spare, self._asked = None, 0, None, None, None
+        self._spare_porter = None
         for sock in held:
             if sock is not None:
                 sock.close()
@@ -238,6 +257,10 @@ class Porter:
         self.running = 0
         """How many of its commands are being waited for; only it can send them signals."""
         _porters.add(self)
+
+    def enter(self, message: Message, pidfd: int) -> bool:
+        """Tell one that was made beforehand which sandbox is its own."""
+        return self._send(message, [pidfd])
 
     def request(self, message: Message, fds: Sequence[int]) -> Reply | None:
         """None: it is gone, or too busy to be asked."""

@@ -131,8 +131,10 @@ class Spawner:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
-                return
+                pid, status = 0, 0
             if pid == 0:
+                if not self.firsts:
+                    self.early.clear()  # all births are known: these are others', and a number comes back one day
                 return
             if pid in self.processes:
                 self.ended(self.processes.pop(pid), status)

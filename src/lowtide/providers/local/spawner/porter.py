@@ -34,15 +34,21 @@ def start_porter(message: Message, fds: Fds) -> None:
     if os.fork():
         return
     try:
-        sock, pidfd = fds
-        keep = sorted({0, 1, 2, sock, pidfd})
+        sock = fds[0]
+        keep = sorted({0, 1, 2, *fds})
         for low, high in zip(keep, [*keep[1:], 0x80000000], strict=True):
             if low + 1 <= high - 1:
                 libc.syscall(SYS_CLOSE_RANGE, low + 1, high - 1, 0)
         signal.set_wakeup_fd(-1)
-        enter(pidfd, [], message["flags"])
+        line = socket.socket(fileno=sock)
+        if len(fds) == 1:  # made before it is known for which sandbox
+            told = receive(line)
+            if told is None:
+                return
+            message, fds = told[0], [sock, *told[1]]
+        enter(fds[1], [], message["flags"])
         restrict(0, 0, message["nproc"])
-        Porter(socket.socket(fileno=sock), pidfd).run()
+        Porter(line, fds[1]).run()
     except BaseException as error:
         failure(fds[0], error)
     finally:

@@ -1,0 +1,50 @@
+"""Pausing a sandbox: every process in it stopped, and continued again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+from lowtide.errors import SandboxUnavailableError
+from lowtide.providers.local.destroy import members, state
+from lowtide.providers.local.place import Place, ProcessMark
+
+_PATIENCE_SECONDS = 10.0
+
+
+def pause(place: Place, inner: ProcessMark) -> None:
+    """Returns when nothing in it runs. What is stopped cannot fork, so looking again finds what was missed."""
+    place.set_paused(True)
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while running := [pid for pid in _own(inner) if state(pid) not in ("T", "t", "")]:
+        if time.monotonic() > deadline:
+            resume(place, inner)
+            raise SandboxUnavailableError(
+                "its processes do not stop", provider="local", sandbox_id=place.sandbox_id, retryable=True
+            )
+        _send(running, signal.SIGSTOP)
+        time.sleep(0.002)
+
+
+def resume(place: Place, inner: ProcessMark) -> None:
+    place.set_paused(False)
+    _send(_own(inner), signal.SIGCONT)
+
+
+def paused(sandbox_id: str) -> SandboxUnavailableError:
+    return SandboxUnavailableError(
+        "the sandbox is paused: resume() it first", provider="local", sandbox_id=sandbox_id
+    )
+
+
+def _own(inner: ProcessMark) -> list[int]:
+    """All but process 1, which is ours and only reaps."""
+    return [pid for pid in members(inner.pid) if pid != inner.pid]
+
+
+def _send(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
