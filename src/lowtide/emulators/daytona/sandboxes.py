@@ -172,8 +172,8 @@ class Sandboxes:
         await asyncio.sleep(_BUILDER_SECONDS)
         lines = [line for line in sandbox.build["dockerfileContent"].splitlines() if line.strip()]
         await self._set(sandbox, SandboxState.BUILDING_SNAPSHOT)
-        for line in (*_BUILD_LINES, *(f"#{n} [{n}/{len(lines)}] {line}" for n, line in enumerate(lines, 3))):
-            sandbox.build_log.append(line + "\n")
+        steps = [f"#{n + 2} [{n}/{len(lines)}] {line}" for n, line in enumerate(lines, 1)]
+        sandbox.build_log += [f"{line}\n" for line in (*_BUILD_LINES, *steps)]
         await self._boot(sandbox, wait)
 
     async def _boot(self, sandbox: Sandbox, wait: float) -> None:
