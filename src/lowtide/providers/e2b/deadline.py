@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from lowtide.errors import RequestTimeoutError
+from lowtide.providers.e2b.leaving import track
 
 T = TypeVar("T")
 
@@ -14,6 +15,7 @@ T = TypeVar("T")
 async def within(seconds: float, work: Coroutine[Any, Any, T], what: str, sandbox_id: str | None = None) -> T:
     """The result of `work`, or RequestTimeoutError after `seconds`, even when `work` ignores being cancelled."""
     task = asyncio.ensure_future(work)
+    track(task)
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
     except asyncio.CancelledError:

@@ -14,6 +14,7 @@ from lowtide.providers.base import STDERR, STDOUT, ProcessSpec, TerminalSize
 from lowtide.providers.e2b import script
 from lowtide.providers.e2b.deadline import within
 from lowtide.providers.e2b.failures import translated
+from lowtide.providers.e2b.leaving import track
 from lowtide.providers.e2b.marks import MarkedStream
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class E2BProcess:
         self._input_closed = False
         self._heard = loop.time()
         self._pump = loop.create_task(self._run())
+        track(self._pump)
         self._watch: asyncio.TimerHandle | None = loop.call_later(_SILENT_SECONDS, self._listen)
 
     @classmethod
