@@ -20,6 +20,7 @@ from lowtide.emulators.handle import Handle
 from lowtide.engine import engine
 from lowtide.errors import (
     AuthenticationError,
+    CommandTimeoutError,
     SandboxError,
     SandboxFailedError,
     SandboxGone,
@@ -137,6 +138,35 @@ def test_input_is_delivered_once_when_the_connection_breaks(
                 run(_cut_websockets(provider))
         process.stdin.close().result(ANSWER)
         assert process.result(ANSWER).stdout_bytes == b"".join(pieces)
+
+
+def test_a_sandbox_without_perl_runs_the_same_commands(emulator: Handle) -> None:
+    with Sandbox.run(provider="daytona", provider_options={"user": "root"}) as box:
+        hidden = box.exec(["sh", "-c", "p=$(command -v perl) && mv $p $p.away"]).result(ANSWER)
+        assert hidden.returncode == 0, hidden.stderr
+        script = "echo x >> /tmp/count; echo out; echo err >&2; exit 4"
+        result = box.exec(["sh", "-c", script]).result(ANSWER)
+        assert (result.returncode, result.stdout, result.stderr) == (4, "out\n", "err\n")
+        assert box.read_file("/tmp/count").result(ANSWER) == b"x\n"
+        data = bytes(range(256)) * 400
+        assert box.exec(["cat"], stdin=data).result(ANSWER).stdout_bytes == data
+        process = box.exec(["cat"], stdin=True)
+        assert process.stdin is not None
+        chunks = iter(process.stdout)
+        for text in ("one\n", "two\n"):
+            process.stdin.write(text.encode()).result(ANSWER)
+            assert next(chunks) == text
+        process.stdin.close().result(ANSWER)
+        assert process.result(ANSWER).returncode == 0
+        assert box.exec(["/no/such/program"]).result(ANSWER).returncode == 127
+        with pytest.raises(CommandTimeoutError) as caught:
+            box.exec(["sh", "-c", "echo begun; setsid sleep 4321 & sleep 4321"], timeout_seconds=4).result(
+                ANSWER
+            )
+        assert caught.value.result is not None
+        assert caught.value.result.stdout == "begun\n"
+        left = "cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' ' ' | grep -c 'sleep 432[1]' || true"
+        assert box.exec(["sh", "-c", left]).result(ANSWER).stdout == "0\n"
 
 
 def test_sessions_are_used_again_and_do_not_pile_up(emulator: Handle) -> None:

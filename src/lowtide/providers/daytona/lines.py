@@ -10,6 +10,7 @@ class EncodedStream:
     """Text goes in as the log has it; out come the command's bytes, until the mark, and then the exit code."""
 
     def __init__(self, mark: str) -> None:
+        self.mark = mark
         self._mark = mark.encode()
         self._line = ""
         self._held = b""

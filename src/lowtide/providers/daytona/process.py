@@ -30,6 +30,8 @@ _LOST_SECONDS = 5.0
 _BROKEN_SECONDS = 60.0
 """How long the log may be unreachable while the sandbox is there."""
 
+_NOT_FOUND = 127
+
 Explain = Callable[[errors.LowtideError], Awaitable[errors.LowtideError]]
 """What an error of the way to the sandbox really means: mostly that the sandbox is gone."""
 
@@ -83,8 +85,11 @@ class DaytonaProcess:
         wrapping: script.Wrapping,
         stdin: bool,
         explain: Explain,
+        otherwise: str | None = None,
     ) -> None:
         self._box, self._sessions, self._session, self._command_id = box, sessions, session, command_id
+        self._otherwise = otherwise
+        """The same command for a sandbox without Perl, while it is not known that there is one."""
         self._explain = explain
         self._inside = Inside(box, wrapping.tag, explain)
         loop = asyncio.get_running_loop()
@@ -109,7 +114,8 @@ class DaytonaProcess:
     ) -> DaytonaProcess:
         """Returns when the daemon has started it, once. Raises what the SDK raises."""
         wrapping = script.Wrapping()
-        command = wrapping.command(spec, working_dir)
+        pumped = sessions.has_perl
+        command = (wrapping.pumped if pumped else wrapping.command)(spec, working_dir)
         session = await sessions.take()
         try:
             command_id = await _started(box, session, command)
@@ -133,7 +139,16 @@ class DaytonaProcess:
             sessions.end_soon(session)
             raise
         session.commands.add(command_id)
-        return cls(box, sessions, session, command_id, wrapping=wrapping, stdin=spec.stdin, explain=explain)
+        return cls(
+            box,
+            sessions,
+            session,
+            command_id,
+            wrapping=wrapping,
+            stdin=spec.stdin,
+            explain=explain,
+            otherwise=wrapping.command(spec, working_dir) if pumped else None,
+        )
 
     # The handle
 
@@ -237,9 +252,12 @@ class DaytonaProcess:
                 if isinstance(meant, errors.SandboxGone):
                     raise meant from failure
             if meant is None or isinstance(meant, errors.SandboxNotFoundError):
-                # The log has ended and the shell around the command has not reported: it was killed too.
-                await self._settle_without_mark()
-                return
+                # The log has ended and what stands around the command has not reported: it was killed
+                # too, or could not be started for want of Perl.
+                if await self._settled_without_mark():
+                    return
+                silent_since, delay = loop.time(), 0.05
+                continue
             if loop.time() - silent_since > _BROKEN_SECONDS:
                 raise meant
             log.info("sandbox %s: following a command again after: %s", self._box.id, meant)
@@ -270,7 +288,8 @@ class DaytonaProcess:
         if encoded.code is not None and all(one.code is not None for one in self._streams.values()):
             self._settle(encoded.code)
 
-    async def _settle_without_mark(self) -> None:
+    async def _settled_without_mark(self) -> bool:
+        """False: nothing of the command has run, and it is started the other way now."""
         for stream, encoded in self._streams.items():
             if rest := encoded.rest():
                 await self._chunks.put((stream, rest))
@@ -281,9 +300,18 @@ class DaytonaProcess:
                 "the log of the command ended before the command", provider="daytona", sandbox_id=self._box.id
             )
         code = int(found.exit_code)
+        if code == _NOT_FOUND and self._otherwise is not None and not self._led.done():
+            self._sessions.has_perl = False
+            otherwise, self._otherwise = self._otherwise, None
+            self._command_id = await _started(self._box, self._session, otherwise)
+            self._session.commands.add(self._command_id)
+            mark = self._streams[STDOUT].mark
+            self._streams = {STDOUT: EncodedStream(mark), STDERR: EncodedStream(mark)}
+            return False
         self._settle(code if code >= 0 else 137)
         await self._chunks.put(None)
         self._sessions.end_soon(self._session)
+        return True
 
     async def _let_session_go(self, following: asyncio.Future[None]) -> None:
         """The exit code is out and read. When the log ends too, nothing holds the session any more."""
@@ -306,6 +334,10 @@ class DaytonaProcess:
     async def _send(self, data: bytes, *, after_end: bool = False) -> None:
         """One frame, or the end. It has a number, so that it can be sent again when the answer was lost."""
         async with self._feeding:
+            if not after_end:  # until it runs, it may still be started the other way
+                await asyncio.wait({self._led, self._code}, return_when=asyncio.FIRST_COMPLETED)
+                if self._code.done():
+                    raise BrokenPipeError("the command has ended")
             self._frames += 1
             text = script.frame(self._frames, data) if data else script.last_frame(self._frames)
             delay = 0.05

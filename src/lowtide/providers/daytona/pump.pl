@@ -10,31 +10,31 @@ my $pid = fork;
 exit 125 unless defined $pid;
 if (!$pid) {
 	setpgrp(0, 0);
-	open(STDIN, $in ? '<&I' : '</dev/null');
-	open(STDOUT, '>&P');
-	open(STDERR, '>&F');
+	open(STDIN, $in ? "<&I" : "</dev/null");
+	open(STDOUT, ">&P");
+	open(STDERR, ">&F");
 	exec { $c[0] } @c;
 	exit 127;
 }
-$SIG{PIPE} = 'IGNORE';
-$SIG{CHLD} = sub { syswrite W, 'x' };
-syswrite W, 'x';    # it may have ended before we listened
+$SIG{PIPE} = "IGNORE";
+$SIG{CHLD} = sub { syswrite W, "x" };
+syswrite W, "x";    # it may have ended before we listened
 close P; close F; close I;
 binmode $_ for *O, *E, *J, *STDIN, *STDOUT, *STDERR;
-my ($code, $buf, $pend, $last, $end) = (undef, '', '', 0, !$in);
+my ($code, $buf, $pend, $last, $end) = (undef, "", "", 0, !$in);
 my %open = (1 => *O, 2 => *E);
 close J if !$in;
 my $feed = $in;
 
-sub all { my ($f, $d) = @_; while (length $d) { my $n = syswrite $f, $d; if (defined $n) { substr($d, 0, $n) = '' } elsif ($! != 4) { last } } }
+sub all { my ($f, $d) = @_; while (length $d) { my $n = syswrite $f, $d; if (defined $n) { substr($d, 0, $n) = "" } elsif ($! != 4) { last } } }
 sub say_ {
 	my ($s, $d) = @_;
-	my $x = pack('u', $d);
+	my $x = pack("u", $d);
 	$x =~ s/^.//mg;
 	$x =~ tr/\n//d;
 	$x =~ tr|` -_|AA-Za-z0-9+/|;
 	my $pad = (3 - length($d) % 3) % 3;
-	substr($x, -$pad) = '=' x $pad if $pad;
+	substr($x, -$pad) = "=" x $pad if $pad;
 	all($s == 1 ? *STDOUT : *STDERR, "$x\n");
 }
 sub take {    # false at the end of the stream
@@ -45,28 +45,28 @@ sub take {    # false at the end of the stream
 	say_($s, $d);
 	return 1;
 }
-sub ready { my ($s, $t) = @_; my $r = ''; vec($r, fileno $open{$s}, 1) = 1; return select($r, undef, undef, $t) > 0 }
-sub broken { my ($said) = @_; $pend = ''; if ($feed) { close J; $feed = 0; say_(2, "$m!;") if $said } }
+sub ready { my ($s, $t) = @_; my $r = ""; vec($r, fileno $open{$s}, 1) = 1; return select($r, undef, undef, $t) > 0 }
+sub broken { my ($said) = @_; $pend = ""; if ($feed) { close J; $feed = 0; say_(2, "$m!;") if $said } }
 sub frames {
 	while (1) {
 		$buf =~ s/^\n+//;
 		last unless $buf =~ /^(\d+) (\d+)\n/;
 		my ($q, $l, $h) = ($1, $2, length $&);
-		if ($l == 0) { $end = 1; $buf = ''; last }
+		if ($l == 0) { $end = 1; $buf = ""; last }
 		last if length($buf) < $h + $l;
 		my $t = substr($buf, $h, $l);
-		substr($buf, 0, $h + $l) = '';
+		substr($buf, 0, $h + $l) = "";
 		next if $q <= $last || !$feed;
 		$last = $q;
 		$t =~ tr|A-Za-z0-9+/||cd;
 		$t =~ tr|A-Za-z0-9+/| -_|;
-		$pend .= join '', map { unpack('u', chr(32 + int(length($_) * 3 / 4)) . $_) } $t =~ /(.{1,60})/gs;
+		$pend .= join "", map { unpack("u", chr(32 + int(length($_) * 3 / 4)) . $_) } $t =~ /(.{1,60})/gs;
 	}
 	if ($end && $feed && !length $pend) { close J; $feed = 0 }
 }
 
 while (!defined $code || %open) {
-	my ($r, $w) = ('', '');
+	my ($r, $w) = ("", "");
 	vec($r, fileno R, 1) = 1 if !defined $code;
 	vec($r, fileno $_, 1) = 1 for values %open;
 	vec($r, fileno STDIN, 1) = 1 if $in && !$end && length($pend) < 1 << 20;
@@ -75,7 +75,7 @@ while (!defined $code || %open) {
 	for my $s (1, 2) { take($s) if $open{$s} && vec($r, fileno $open{$s}, 1) }
 	if ($feed && length $pend && vec($w, fileno J, 1)) {
 		my $n = syswrite J, $pend, 4096;    # so much fits without waiting when it is ready at all
-		if (defined $n) { substr($pend, 0, $n) = ''; frames() if !length $pend }
+		if (defined $n) { substr($pend, 0, $n) = ""; frames() if !length $pend }
 		elsif ($! != 4) { broken(1) }
 	}
 	if (vec($r, fileno STDIN, 1)) {

@@ -67,15 +67,15 @@ class Wrapping:
         """What a terminal says when it is silent and waits for the command."""
         return self.mark.lstrip("\x1e") + "?;"
 
+    def pumped(self, spec: ProcessSpec, working_dir: str | None) -> str:
+        """What the session is told to run where there is Perl. Where there is none, nothing runs."""
+        child = f'{_ENTER}printf \'%s+%s;\' "$M" $$;enter;{_exported(spec)}exec "$@"'
+        stdin = "1" if spec.stdin else "''"
+        return f"PERL_BADLANG=0 perl -e {quoted(_pump())} {quoted(self.mark)} {stdin} {self._shell(child, spec, working_dir)}"
+
     def command(self, spec: ProcessSpec, working_dir: str | None) -> str:
-        """What the session is told to run: the same for every shell a session may have."""
-        exported = _exported(spec)
-        child = f'{_ENTER}printf \'%s+%s;\' "$M" $$;enter;{exported}exec "$@"'
-        script = (
-            "command -v perl >/dev/null 2>&1&&PERL_BADLANG=0 exec perl -e "
-            f'{quoted(_pump())} "$1" \'{"1" if spec.stdin else ""}\' /bin/sh -c {quoted(child)} sh "$@"\n'
-        )
-        script += _ENTER + _RUN.replace("ENVIRONMENT ", exported)
+        """The same with a shell alone: any shell a session may have."""
+        script = _ENTER + _RUN.replace("ENVIRONMENT ", _exported(spec))
         if spec.stdin:
             script += _FEED + _PIPES.replace("INPUT", "feed|")
         else:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from daytona import AsyncSandbox
 
 CALL_SECONDS = 30.0
+_SOON_SECONDS = 0.02
 _MOST_IDLE = 8
 _MOST_USES = 100
 _MOST_LOGGED = 1 << 20
@@ -36,6 +37,8 @@ class Sessions:
 
     def __init__(self, box: AsyncSandbox) -> None:
         self._box = box
+        self.has_perl = True
+        """Until a command shows otherwise."""
         self._idle: list[Session] = []
         self._making: asyncio.Task[Session] | None = None
         self._ending: set[asyncio.Task[Any]] = set()
@@ -48,6 +51,9 @@ class Sessions:
 
     async def take(self) -> Session:
         """One that is free. Raises what the SDK raises."""
+        if not self._idle and self._ending and self._making is None:
+            # One whose command has just ended is free in a moment, sooner than a new one is made.
+            await asyncio.wait(self._ending, timeout=_SOON_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         if self._idle:
             return self._idle.pop()
         making, self._making = self._making, None
