@@ -75,7 +75,13 @@ def forget_in_child(action: Callable[[], None]) -> None:
 
 def _reset_after_fork() -> None:
     global _engine, _lock
-    _engine = None
+    parents, _engine = _engine, None
+    if parents is not None:
+        # Both share one epoll instance: whatever the child took off it, closing an inherited connection
+        # for one, the parent's loop would not hear of any more. Closing the child's end of it is safe.
+        selector = getattr(parents.loop, "_selector", None)
+        if selector is not None:
+            selector.close()
     _lock = threading.Lock()
     for action in _forget_in_child:
         action()
