@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import sys
 import time
 from typing import Any
@@ -34,10 +35,8 @@ def _at_exit() -> None:
     if "pyqwest" not in sys.modules or not engine.started():
         return
     running = engine.engine()
-    try:
+    with contextlib.suppress(Exception):  # leaving anyway, and the sandboxes are ended by now
         running.run(_give_up(running.loop), timeout=_SECONDS * 2)
-    except Exception:  # noqa: S110 - leaving anyway, and the sandboxes are ended by now
-        pass
     time.sleep(_REST_SECONDS)
 
 
