@@ -91,6 +91,9 @@ class Guardian:
 
     async def _look(self) -> bool:
         """One look at the ledger. False when it is time to leave."""
+        if not (self.path / "ledger.db").exists():
+            log.info("the ledger was removed")
+            return False
         try:
             owners = await self.ledger.owners(this_host())
             for owner in owners:
@@ -111,9 +114,12 @@ class Guardian:
         return now - self.idle_since < IDLE_SECONDS
 
     async def _open_leases(self) -> list[Lease]:
-        """What is still ours to do later: kept ones until their expiry, failed ends until they succeed."""
-        leases = await self.ledger.leases()
-        return [lease for lease in leases if lease.owner.host == this_host()]
+        """What is still ours to do later: failed ends until they succeed, kept ones that nobody else ends."""
+        return [
+            lease
+            for lease in await self.ledger.leases()
+            if lease.owner.host == this_host() and not _ends_by_itself(lease)
+        ]
 
     # Owners.
 
@@ -270,6 +276,13 @@ class Guardian:
 
 
 _tasks: set[asyncio.Future[Any]] = set()
+
+
+def _ends_by_itself(lease: Lease) -> bool:
+    """A kept one whose provider ends it no later than we would."""
+    if lease.state is not LeaseState.KEPT or lease.kept_until is None or lease.expires_at is None:
+        return False
+    return lease.expires_at <= lease.kept_until + 60.0
 
 
 def _keep_alive(task: asyncio.Future[Any]) -> None:
