@@ -104,6 +104,8 @@ def test_pause_keeps_the_processes(daytona_create: Create) -> None:
     box.start(timeout=0)
     before = int(box.process.exec("wc -l < ticks").result)
     wait_for(lambda: int(box.process.exec("wc -l < ticks").result) > before)
+    box.pause()
+    box.delete(timeout=0, wait=True)
 
 
 def test_delete_is_not_idempotent_and_frees_everything(daytona_create: Create, daytona: Handle) -> None:

@@ -240,6 +240,7 @@ class Control:
             return control_error(request, status, messages.get(status, "Failed to delete sandbox"))
         if fault := self._fault(FaultName.KILL_HANGS, facts):
             await asyncio.sleep(fault.seconds or 60)
+            sandbox = self._one(request)  # somebody else may have been faster
         if self._fault(FaultName.KILL_IGNORED, facts):
             shown = described(sandbox, self.emulator.toolbox_url)
             return web.json_response({**shown, "state": "destroying", "desiredState": "destroyed"})

@@ -1,7 +1,6 @@
 """What an emulated Daytona machine looks like from inside, and how commands and files get there.
 
-Daytona's machines have a user `daytona` with uid 1000 and its home; a local sandbox has a `user`. The
-first process renames it before anything else runs.
+Daytona's machines have a user `daytona` with uid 1000 and its home, where a local sandbox has a `user`.
 """
 
 from __future__ import annotations
@@ -24,18 +23,13 @@ if TYPE_CHECKING:
 HOMES = {"daytona": "/home/daytona", "root": "/root"}
 _ACCOUNTS = {"daytona": "1000:1000", "root": "0:0"}
 
-_RENAME = """
-if ! [ -e /run/lowtide-daytona ]; then
+_USERS = """
 umask 022
 chmod 1777 /home
 printf '%s\\n' root:x:0:0:root:/root:/bin/bash nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin \
 daytona:x:1000:1000:daytona:/home/daytona:/bin/bash > /etc/passwd
 printf '%s\\n' root:x:0: tty:x:5: nogroup:x:65534: daytona:x:1000: > /etc/group
-: > /run/lowtide-daytona
-fi
-exec "$@"
 """
-_HOME = "until [ -e /run/lowtide-daytona ]; do sleep 0.005; done; mkdir -p /home/daytona"
 
 
 def known_user(name: str) -> bool:
@@ -51,11 +45,16 @@ class Machine:
     async def boot(self, snapshot: str | None) -> str:
         """A backing sandbox with Daytona's user and home."""
         backing = self.ground.backing
-        command = ("/bin/sh", "-c", _RENAME, "sh", *first_process())
-        made = await backing.create(snapshot=snapshot, command=command)
+        made = await backing.create(snapshot=snapshot, command=first_process())
+        if snapshot is not None:  # what it was taken from has them already
+            return made
         try:
+            await backing.run(
+                made, ("/bin/sh", "-c", _USERS), user=_ACCOUNTS["root"] if users_are_real() else None
+            )
+            # Made by its owner: the sandbox's root has no capability to give a directory away.
             account = _ACCOUNTS["daytona"] if users_are_real() else None
-            await backing.run(made, ("/bin/sh", "-c", _HOME), user=account)
+            await backing.run(made, ("/bin/mkdir", "-p", HOMES["daytona"]), user=account)
         except BaseException:
             await backing.destroy(made)
             raise

@@ -79,7 +79,7 @@ class Sandboxes:
         else:
             await self._boot(sandbox, 0.0)
             if sandbox.state is SandboxState.ERROR and sandbox.sandbox_id not in self.table:
-                raise Refused(500, sandbox.error_reason or "the sandbox could not be started")
+                raise Refused(403, sandbox.error_reason or "Total sandbox limit exceeded")
         return sandbox
 
     def _draft(self, asked: dict[str, Any]) -> Sandbox:
@@ -365,12 +365,14 @@ class Sandboxes:
             sandbox.timer.cancel()
         sandbox.cut.set()
         await self._tell(sandbox, before, SandboxState.DESTROYING)
-        return self._begin(self._destroy(sandbox))
+        return self._begin(self._destroy(sandbox, frozen=before is SandboxState.PAUSED))
 
-    async def _destroy(self, sandbox: Sandbox) -> None:
+    async def _destroy(self, sandbox: Sandbox, *, frozen: bool) -> None:
         async with sandbox.lock:
             backing = self.ground.backing
             if sandbox.backing_id is not None:
+                if frozen:  # what is asked of it on the way out needs its processes
+                    await self._freeze(sandbox, "CONT")
                 await self._volumes.save(self, sandbox)
                 await self.let_go(sandbox)
                 await backing.destroy(sandbox.backing_id)
