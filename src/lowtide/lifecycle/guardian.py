@@ -40,6 +40,8 @@ LOOK_SECONDS = 5.0
 """How often the ledger is read for what no message told: owners without a link, expiries, renewals."""
 EXEC_SECONDS = 3.0
 """How long after a link closed a living owner may come back before it counts as replaced by exec."""
+STAY_SECONDS = 600.0
+"""For a kept sandbox that is due within this the guardian stays, even if its provider ends it as well."""
 AT_ONCE = 64
 KEEP_GONE_SECONDS = 7 * 86_400.0
 
@@ -279,8 +281,10 @@ _tasks: set[asyncio.Future[Any]] = set()
 
 
 def _ends_by_itself(lease: Lease) -> bool:
-    """A kept one whose provider ends it no later than we would."""
+    """A kept one that is not due soon and whose provider ends it no later than we would."""
     if lease.state is not LeaseState.KEPT or lease.kept_until is None or lease.expires_at is None:
+        return False
+    if lease.kept_until - time.time() < STAY_SECONDS:
         return False
     return lease.expires_at <= lease.kept_until + 60.0
 
