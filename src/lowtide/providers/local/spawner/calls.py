@@ -81,7 +81,9 @@ def call_write(message: Message, fds: Fds) -> None:
     try:
         os.fchmod(fd, mode)
         send(fds[0], {"ok": True}, [fd])
-        if os.read(fds[0], 1) == b"C":
+        said = os.read(fds[0], 1)
+        os.close(fd)  # a program that somebody has open for writing cannot be run
+        if said == b"C":
             os.rename(temporary, name, src_dir_fd=place, dst_dir_fd=place)
             done = True
             send(fds[0], {"ok": True})
