@@ -69,7 +69,7 @@ def whole_life(samples: int) -> Comparison:
 
     def ours() -> None:
         with Sandbox.run(provider="e2b") as box:
-            box.exec(["true"]).result()
+            box.exec(["/bin/true"]).result()
 
     mine, theirs = interleave(
         lambda: timed(ours), lambda: timed(lambda: _run(_raw_life())), samples=samples, warm_up=5
@@ -83,8 +83,8 @@ def one_command(samples: int) -> Comparison:
     raw = _run(_raw_create())
     with Sandbox.run(provider="e2b") as box:
         mine, theirs = interleave(
-            lambda: timed(lambda: box.exec(["true"]).result()),
-            lambda: timed(lambda: _run(raw.commands.run("true"))),
+            lambda: timed(lambda: box.exec(["/bin/true"]).result()),
+            lambda: timed(lambda: _run(raw.commands.run("/bin/true"))),
             samples=samples * 2,
             warm_up=5,
         )
@@ -97,7 +97,7 @@ def at_once(count: int, samples: int) -> Comparison:
 
     async def life() -> None:
         async with Sandbox.run(provider="e2b") as box:
-            await box.exec(["true"])
+            await box.exec(["/bin/true"])
 
     async def many(one: Callable[[], Any]) -> None:
         await asyncio.gather(*(one() for _ in range(count)))
@@ -177,7 +177,7 @@ async def _raw_create() -> Any:
 
 async def _raw_life() -> None:
     box = await _raw_create()
-    await box.commands.run("true")
+    await box.commands.run("/bin/true")
     await box.kill()
 
 
