@@ -30,6 +30,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@ -]{0,254}")
 _BUILD_LINES = ("#1 [internal] load build definition from Dockerfile", "#2 [internal] load metadata")
 _BUILDER_SECONDS = 0.1  # until a builder takes it: the answer to the create says that it waits
 _REMEMBERED = 1000
+_TRIES, _PAUSE_SECONDS = 20, 0.5
 
 Tell = Callable[[Sandbox, SandboxState, SandboxState], Awaitable[None]]
 
@@ -375,14 +376,29 @@ class Sandboxes:
                     await self._freeze(sandbox, "CONT")
                 await self._volumes.save(self, sandbox)
                 await self.let_go(sandbox)
-                await backing.destroy(sandbox.backing_id)
-                sandbox.backing_id = None
+                if not await self._end_backing(sandbox):
+                    return
             for layer in reversed(sandbox.layers):
                 with contextlib.suppress(LowtideError):  # below a snapshot or fork: goes with the emulator
                     await backing.delete_snapshot(layer)
             self._forget(sandbox)
             sandbox.state = SandboxState.DESTROYED
             await self._tell(sandbox, SandboxState.DESTROYING, SandboxState.DESTROYED)
+
+    async def _end_backing(self, sandbox: Sandbox) -> bool:
+        """A machine with too much to do may need more than one try; what stays can be deleted again."""
+        assert sandbox.backing_id is not None
+        for _ in range(_TRIES):
+            try:
+                await self.ground.backing.destroy(sandbox.backing_id)
+            except LowtideError as error:
+                sandbox.error_reason = str(error)
+                await asyncio.sleep(_PAUSE_SECONDS)
+            else:
+                sandbox.backing_id, sandbox.error_reason = None, None
+                return True
+        await self._set(sandbox, SandboxState.ERROR)
+        return False
 
     def _forget(self, sandbox: Sandbox) -> None:
         self.table.pop(sandbox.sandbox_id, None)
