@@ -24,7 +24,17 @@ async def within(seconds: float, work: Coroutine[Any, Any, T], what: str, sandbo
         raise RequestTimeoutError(
             f"Daytona did not answer within {seconds:g} s: {what}", provider="daytona", sandbox_id=sandbox_id
         )
+    failure = failure_of(task)
+    if failure is not None:
+        raise failure
     return task.result()
+
+
+def failure_of(task: asyncio.Future[Any]) -> BaseException | None:
+    """Why it failed. A transport that cancels itself when its connection breaks has not cancelled us."""
+    if task.cancelled():
+        return ConnectionResetError("the connection was given up")
+    return task.exception()
 
 
 def let_go(task: asyncio.Future[Any]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lowtide import errors
 from lowtide.providers import derived
 from lowtide.providers.base import Provider
-from lowtide.providers.daytona.deadline import within
+from lowtide.providers.daytona.deadline import failure_of, within
 from lowtide.providers.daytona.failures import mapped
 
 if TYPE_CHECKING:
@@ -30,6 +30,10 @@ if { [ -d "$dir" ] || mkdir -p -- "$dir"; } &&
   if [ -e "$2" ] || [ -L "$2" ]; then cat -- "$1" >"$2" && rm -f -- "$1"; else mv -- "$1" "$2"; fi
 then [ -z "$3" ] || exec chmod -- "$3" "$2"
 else code=$?; rm -f -- "$1"; exit $code; fi"""
+
+_UNPACK = """LC_ALL=C; export LC_ALL
+{ [ -d "$2" ] || mkdir -p -- "$2"; } && cd -- "$2" && tar -xof "$1"
+code=$?; rm -f -- "$1"; exit $code"""
 
 
 async def read(box: AsyncSandbox, path: str) -> AsyncIterator[bytes]:
@@ -73,13 +77,19 @@ async def write(
     async for chunk in source:
         begun += chunk
         if len(begun) > _AT_ONCE_BYTES:
-            return await _aside(provider, box, path, bytes(begun), source, mode)
+            chmod = f"{mode:o}" if mode is not None else ""
+            return await _aside(provider, box, path, bytes(begun), source, _PLACE, chmod)
     with mapped(box.id, path=path):
         await _at_once(box, path, bytes(begun))
         if mode is not None:
             changing = box.fs.set_file_permissions(path, mode=f"{mode:o}")
             await within(IDLE_SECONDS, changing, f"chmod {path}", box.id)
     return len(begun)
+
+
+async def write_tree(provider: Provider, box: AsyncSandbox, path: str, chunks: AsyncIterable[bytes]) -> None:
+    """A tar stream. As a file first: tar stops reading at the archive's end, which may be before the stream's."""
+    await _aside(provider, box, path, b"", aiter(chunks), _UNPACK)
 
 
 async def _at_once(box: AsyncSandbox, path: str, data: bytes) -> None:
@@ -102,8 +112,10 @@ async def _aside(
     path: str,
     begun: bytes,
     source: AsyncIterator[bytes],
-    mode: int | None,
+    script: str,
+    argument: str = "",
 ) -> int:
+    """Upload beside, then let a script put it in its place: $1 what was uploaded, $2 the path, $3 the argument."""
     aside = f"/tmp/.lowtide-{secrets.token_hex(8)}"  # noqa: S108 - in the sandbox, and nobody can guess it
     counted = _Counted(begun, source)
     call = asyncio.ensure_future(box.fs.upload_file_stream(counted, aside, timeout=0))
@@ -118,9 +130,9 @@ async def _aside(
                 )
             before = counted.moved
         with mapped(box.id, path=path):
-            call.result()
-        argv = ("/bin/sh", "-c", _PLACE, "sh", aside, path, f"{mode:o}" if mode is not None else "")
-        ran = await derived.run(provider, box.id, *argv)
+            if (failure := failure_of(call)) is not None:
+                raise failure
+        ran = await derived.run(provider, box.id, "/bin/sh", "-c", script, "sh", aside, path, argument)
         if ran.code != 0:
             raise derived.file_error(ran, path, provider="daytona", sandbox_id=box.id)
     except BaseException:
@@ -154,7 +166,8 @@ class _Counted:
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         self.bytes, self.moved = len(self._begun), 1
-        yield self._begun
+        if self._begun:
+            yield self._begun
         try:
             async for chunk in self._rest:
                 self.moved += 1

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide import errors
 from lowtide.providers.base import STDERR, STDOUT, ProcessSpec, TerminalSize
 from lowtide.providers.daytona import script
-from lowtide.providers.daytona.deadline import within
+from lowtide.providers.daytona.deadline import failure_of, within
 from lowtide.providers.daytona.failures import status_of, translated, was_cut
 from lowtide.providers.daytona.lines import EncodedStream
 from lowtide.providers.daytona.sessions import CALL_SECONDS, Session, Sessions
@@ -237,7 +237,7 @@ class DaytonaProcess:
                     await self._chunks.put(None)
                     await self._let_session_go(following)
                     return
-                failure = following.exception()
+                failure = failure_of(following)
             finally:
                 if not following.done():
                     following.cancel()
@@ -356,7 +356,7 @@ class DaytonaProcess:
                         sending.cancel()
                 if not sending.done():
                     raise BrokenPipeError("the command has ended")
-                failure = sending.exception()
+                failure = failure_of(sending)
                 if failure is None:
                     return
                 if status_of(failure) in (404, 409, 410) or self._code.done():

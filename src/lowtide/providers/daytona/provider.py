@@ -375,6 +375,17 @@ class DaytonaProvider:
             box = await self._box(sandbox_id)
             return await files.write(self, box.sdk, path, chunks, mode=mode)
 
+    async def read_tree(self, sandbox_id: str, path: str) -> AsyncIterator[bytes]:
+        async for chunk in derived.DerivedTrees(self).read_tree(sandbox_id, path):
+            yield chunk
+
+    async def write_tree(self, sandbox_id: str, path: str, chunks: AsyncIterable[bytes]) -> None:
+        from lowtide.providers.daytona import files
+
+        async with self._inside(sandbox_id):
+            box = await self._box(sandbox_id)
+            await files.write_tree(self, box.sdk, path, chunks)
+
     async def url(self, sandbox_id: str, port: int) -> Url:
         async with self._inside(sandbox_id):
             box = await self._box(sandbox_id)
