@@ -128,9 +128,12 @@ class Control:
         if fault := self._fault(FaultName.CREATE_SLOW, facts):
             await asyncio.sleep(fault.seconds or 5)
         slow = self._fault(FaultName.START_SLOW, facts)
-        sandbox = await self.sandboxes.create(body, slow_start=(slow.seconds or 5) if slow else None)
-        if self._fault(FaultName.CREATE_ERROR_STATE, facts):
-            sandbox.state, sandbox.error_reason = SandboxState.ERROR, "the runner could not start the sandbox"
+        broken = self._fault(FaultName.CREATE_ERROR_STATE, facts)
+        sandbox = await self.sandboxes.create(
+            body,
+            slow_start=(slow.seconds or 5) if slow else None,
+            broken="the runner could not start the sandbox" if broken else None,
+        )
         await self.emulator.created(sandbox)
         if fault := self._fault(FaultName.CREATE_LOST, facts):
             return control_error(request, fault.status or 504, "Gateway Timeout")

@@ -66,9 +66,15 @@ class Sandboxes:
 
     # ------------------------------------------------------------ making
 
-    async def create(self, asked: dict[str, Any], *, slow_start: float | None = None) -> Sandbox:
-        """From the body of a create call. Answered when it runs, or at once when it must be built first."""
+    async def create(
+        self, asked: dict[str, Any], *, slow_start: float | None = None, broken: str | None = None
+    ) -> Sandbox:
+        """From the body of a create call. Answered when it runs, or at once when it must be built first.
+
+        `broken`: why it never becomes usable.
+        """
         sandbox = self._draft(asked)
+        sandbox.error_reason = broken
         if self.ground.backing.count >= self.ground.backing.limit:
             raise Refused(403, f"Total sandbox limit exceeded. Maximum allowed: {self.ground.backing.limit}.")
         self._enter(sandbox)
@@ -194,7 +200,8 @@ class Sandboxes:
                 return
             sandbox.last_activity_at = self.ground.clock.now()
             if sandbox.state is not SandboxState.DESTROYING:  # its life may have ended meanwhile
-                await self._set(sandbox, SandboxState.STARTED)
+                usable = sandbox.error_reason is None
+                await self._set(sandbox, SandboxState.STARTED if usable else SandboxState.ERROR)
 
     async def fork(self, source: Sandbox, name: Any) -> Sandbox:
         """A copy of its files with an id of its own. It runs when this returns."""
