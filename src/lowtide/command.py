@@ -190,10 +190,10 @@ class Command:
                 timer.cancel()
             if feeder is not None:
                 feeder.cancel()
+        if self._watchdog is not None:  # the reading has ended; what follows must not be given up for it
+            self._watchdog.cancel()
         if self._ending is not None:
             await asyncio.wait({self._ending}, timeout=GRACE_SECONDS + _DRAIN_SECONDS)
-        if self._watchdog is not None:
-            self._watchdog.cancel()
         await handle.aclose()
 
     async def _start(self, provider: Provider, sandbox_id: str) -> ProcessHandle | None:
