@@ -228,7 +228,7 @@ async def test_a_fork_bomb_stays_in_its_sandbox(provider: LocalProvider) -> None
     assert int(out) < 41
     assert (await run(provider, other.sandbox_id, "true"))[0] == 0
     _, out, _ = await shell(provider, other.sandbox_id, "ulimit -p 2>/dev/null || ulimit -u")
-    assert out.strip() == "4096"
+    assert out.strip() == "1024"
 
 
 async def test_limits_that_cannot_be_held_are_refused_before_anything_is_made(

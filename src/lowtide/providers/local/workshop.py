@@ -19,7 +19,7 @@ from lowtide.providers.local.spawner_client import SpawnerClient
 # (/proc/sys among it) is then not theirs, whatever namespace they are in.
 ID_BASE = 1_819_541_504
 ID_COUNT = 65_536
-DEFAULT_PIDS = 4096
+DEFAULT_PIDS = 1024
 # Where root's spawner may put its private mounts. Not /tmp: bwrap mounts over it.
 _STAGING_POINTS = ["/mnt", "/media", "/srv", "/opt", "/var/lib"]
 
