@@ -350,6 +350,8 @@ class DaytonaProcess:
                 waited: set[asyncio.Future[Any]] = {sending} if after_end else {sending, self._code}
                 try:
                     await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                    if not sending.done():  # it may have ended because of this very piece: then that arrived
+                        await asyncio.wait({sending}, timeout=_CLOSING_SECONDS)
                 finally:
                     if not sending.done():
                         sending.add_done_callback(lambda one: one.cancelled() or one.exception())
