@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 import tempfile
 import traceback
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, page, rows
+from benchmarks import machine, page, rows, state
 from benchmarks.measure import Comparison, Skipped
 
 
@@ -30,10 +29,10 @@ def main() -> None:
                     continue
                 print(f"measuring {name} ...", file=sys.stderr, flush=True)
                 for row in _measured(name, measure, home, arguments):
-                    results.append({"section": section, **row})
+                    results.append({**row, "section": section})
                     print(page.line(row), file=sys.stderr, flush=True)
     finally:
-        _end(home)
+        state.end(home)
     report = {"machine": facts, "results": results}
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(report, indent=2) + "\n")
@@ -75,20 +74,6 @@ def _measured(
         return [{"name": name, "outcome": "failed", "why": f"{type(error).__name__}: {error}"}]
     found = measured if isinstance(measured, list) else [measured]
     return [row.as_json() if isinstance(row, Comparison) else row for row in found]
-
-
-def table(report: dict[str, Any]) -> str:
-    return page.table(report["results"])
-
-
-def _end(home: Path) -> None:
-    """Let the helper processes go and remove the state directory."""
-    if "lowtide.providers.registry" in sys.modules:
-        from lowtide.engine import engine
-        from lowtide.providers import registry
-
-        engine().run(registry.aclose(), timeout=30.0)
-    shutil.rmtree(home, ignore_errors=True)
 
 
 if __name__ == "__main__":

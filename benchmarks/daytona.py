@@ -12,9 +12,10 @@ import asyncio
 import json
 import os
 import tempfile
+from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, page
+from benchmarks import machine, page, state
 from benchmarks.measure import Comparison, interleave, timed
 
 LIFE_LIMIT, CROWD_LIMIT, ENDING_MS = 1.05, 1.05, 1500.0
@@ -28,14 +29,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ending", type=int, default=200)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="lowtide-benchmark-") as home:
-        os.environ["LOWTIDE_HOME"] = home
+    home = Path(tempfile.mkdtemp(prefix="lowtide-bench-"))
+    os.environ["LOWTIDE_HOME"] = str(home)
+    try:
         from lowtide.testing import emulator
 
         with emulator(
             "daytona", plain=True, limit=max(given.crowd, given.ending) + 20, set_environment=True
         ) as served:
             rows = measured(served, given)
+    finally:
+        state.end(home)
     report = {"machine": machine.facts(), "results": [row.as_json() for row in rows]}
     print(page.table(report["results"]))
     if given.json:

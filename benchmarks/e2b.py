@@ -9,14 +9,13 @@ import argparse
 import asyncio
 import json
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, page
+from benchmarks import machine, page, state
 from benchmarks.measure import Comparison, interleave, timed
 
 ROOT = Path(__file__).parent.parent
@@ -56,7 +55,7 @@ def main() -> None:
                 print(page.line(rows[-1]), file=sys.stderr, flush=True)
             engine().run(registry.aclose(), timeout=60.0)
     finally:
-        shutil.rmtree(home, ignore_errors=True)
+        state.end(home)
     report = {"machine": machine.facts(), "results": rows}
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(report, indent=2) + "\n")

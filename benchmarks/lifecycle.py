@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks import processes
 from benchmarks.measure import Comparison, interleave, timed
 from benchmarks.raw import RawBubblewrap
 from lowtide import Sandbox
@@ -98,12 +99,13 @@ def killed_owner(home: Path, count: int) -> Comparison:
 
 def _bare_kills(home: Path, count: int) -> float:
     bubblewrap = RawBubblewrap(home)
+    running: list[subprocess.Popen[bytes]] = []
     try:
         argvs = [bubblewrap.argv("sleep", "600") for _ in range(count)]
-        running = [
+        running += [
             subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) for argv in argvs
         ]
-        time.sleep(3)
+        processes.until_up(running)
         places = sorted({Path(argv[argv.index("--overlay") + 1]).parent for argv in argvs})
         started = time.perf_counter()
         for process in running:
@@ -114,6 +116,7 @@ def _bare_kills(home: Path, count: int) -> float:
             shutil.rmtree(place, ignore_errors=True)
         return (time.perf_counter() - started) * 1000
     finally:
+        processes.end(running)
         bubblewrap.close()
 
 

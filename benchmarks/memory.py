@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
-from collections import defaultdict
 from pathlib import Path
 
+from benchmarks import processes
 from benchmarks.measure import Comparison
 from benchmarks.raw import RawBubblewrap
 from lowtide import Sandbox, Session
@@ -41,7 +40,7 @@ def _ours(home: Path, count: int) -> tuple[tuple[float, ...], float]:
             for sandbox in sandboxes:
                 sandbox.wait()
             after = _own_processes(home)
-            tree = _children()
+            tree = processes.children()
             from lowtide.providers.local.place import Place
 
             samples = []
@@ -62,28 +61,20 @@ def _raw(home: Path, count: int) -> tuple[float, ...]:
                     bubblewrap.argv("sleep", "infinity"), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
                 )
             )
-        # Ready when each has its inner process and that has its command.
-        deadline = time.monotonic() + 120
-        while any(len(_descendants(process.pid, tree)) < 3 for process in running for tree in (_children(),)):
-            if time.monotonic() > deadline:
-                raise SystemExit("the raw bubblewrap processes did not come up")
-            time.sleep(0.2)
-        tree = _children()
+        processes.until_up(running)
+        tree = processes.children()
         return tuple(_pss_of_tree(process.pid, tree) for process in running)
     finally:
-        for process in running:
-            process.kill()
-        for process in running:
-            process.wait()
+        processes.end(running)
         bubblewrap.close()
 
 
 def _own_processes(home: Path) -> float:
     """PSS of this process, its helpers and the guardian of this home."""
     mine = {os.getpid()}
-    tree = _children()
+    tree = processes.children()
     mark = os.fsencode(home)
-    for pid in _all_pids():
+    for pid in processes.pids():
         try:
             with open(f"/proc/{pid}/environ", "rb") as file:
                 if mark in file.read():
@@ -103,29 +94,7 @@ def _is_python(pid: int) -> bool:
 
 
 def _pss_of_tree(pid: int, tree: dict[int, list[int]]) -> float:
-    return sum(_pss(member) for member in _descendants(pid, tree))
-
-
-def _descendants(pid: int, tree: dict[int, list[int]]) -> list[int]:
-    found = [pid]
-    for member in found:
-        found.extend(tree.get(member, ()))
-    return found
-
-
-def _children() -> dict[int, list[int]]:
-    tree: dict[int, list[int]] = defaultdict(list)
-    for pid in _all_pids():
-        try:
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                tree[int(file.read().rpartition(b")")[2].split()[1])].append(pid)
-        except OSError:
-            continue
-    return tree
-
-
-def _all_pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return sum(_pss(member) for member in processes.descendants(pid, tree))
 
 
 def _pss(pid: int) -> float:
