@@ -67,7 +67,8 @@ async def delete(sdk: AsyncDaytona, sandbox_id: str) -> bool:
 async def _confirmed(api: Any, sandbox_id: str) -> None:
     """An accepted delete is not always one that happened: one that is not under way is asked for again."""
     deadline = time.monotonic() + CONFIRM_SECONDS
-    delay = 0.01
+    delay = 0.015
+    await asyncio.sleep(delay)  # it was just said not to be gone yet
     while not await _is_gone(api, sandbox_id):
         if time.monotonic() > deadline:
             raise errors.SandboxUnavailableError(
