@@ -18,7 +18,7 @@ demo: $(VENV)/.runtime ## the two-minute tour: sandboxes, a kill -9, and nothing
 	@$(BIN)/lowtide demo
 
 test: $(VENV)/.dev ## the test-suite
-	@$(BIN)/pytest -q -n $(WORKERS) -m "not alone" $(PYTEST_ARGS)
+	@$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not alone" $(PYTEST_ARGS)
 	@$(BIN)/pytest -q -m alone $(PYTEST_ARGS)
 
 check: $(VENV)/.dev ## format, lint, types, layers, exported names
@@ -37,7 +37,7 @@ bench: $(VENV)/.dev ## speed, as ratios against the raw mechanism
 	@$(BIN)/python -m benchmarks
 
 crash: $(VENV)/.dev ## the crash matrix: real processes, killed at every instant
-	@LOWTIDE_CRASH_KILLS=$${LOWTIDE_CRASH_KILLS:-300} $(BIN)/pytest -q -n $(WORKERS) $(PYTEST_ARGS) tests/crash
+	@LOWTIDE_CRASH_KILLS=$${LOWTIDE_CRASH_KILLS:-300} $(BIN)/pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) tests/crash
 
 clean: ## remove the virtual environment and the caches
 	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
