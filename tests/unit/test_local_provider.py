@@ -683,3 +683,14 @@ async def test_nothing_runs_in_a_paused_sandbox(provider: LocalProvider, sandbox
     await process.aclose()
     with pytest.raises(SandboxGone):
         await provider.pause(sandbox)
+
+
+async def test_a_create_cut_off_after_its_directory_is_found_and_ended(
+    provider: LocalProvider, tmp_path: Path
+) -> None:
+    asked = spec()
+    (tmp_path / "home/local/sandboxes" / asked.lease_id).mkdir(parents=True)
+    found = await provider.find(asked)
+    assert found is not None
+    assert await provider.destroy(found.sandbox_id)
+    assert await provider.find(asked) is None

@@ -14,6 +14,7 @@ import signal
 import stat
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from lowtide.errors import SandboxUnavailableError
@@ -166,9 +167,16 @@ def wait_removed(seconds: float = 30.0) -> None:
 
 def kill(outer: ProcessMark | None, inner: ProcessMark | None, sandbox_id: str) -> None:
     """SIGKILL both, wait until both are gone. With the inner one, process 1 of its namespace, everything dies."""
+    unknown = inner is None and outer is not None
     if inner is None and outer is not None:
         inner = _child_of(outer)
-    fds = _send_kill(outer, inner)
+    _kill_and_wait([outer, inner], sandbox_id)
+    if unknown and outer is not None:
+        _kill_and_wait(_left_of(outer), sandbox_id)
+
+
+def _kill_and_wait(marks: Sequence[ProcessMark | None], sandbox_id: str) -> None:
+    fds = _send_kill(*marks)
     try:
         deadline = time.monotonic() + _PATIENCE_SECONDS
         for fd in fds:
@@ -219,6 +227,24 @@ def _child_of(outer: ProcessMark) -> ProcessMark | None:
         if start is not None and outer.alive():
             return ProcessMark(child, start)
     return None
+
+
+def _left_of(outer: ProcessMark) -> list[ProcessMark]:
+    """What is left of the outer bwrap's session, which nothing else is in.
+
+    Whatever killed the outer one while its child waited for it: that child never learns of it.
+    """
+    if start_time(outer.pid) not in (None, outer.start_time):
+        return []  # the number belongs to somebody else by now, and so would the session
+    found = []
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            if name.isdigit() and int(name) != outer.pid:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    fields = file.read().rpartition(b")")[2].split()
+                if int(fields[3]) == outer.pid and fields[0] not in (b"Z", b"X"):
+                    found.append(ProcessMark(int(name), int(fields[19])))
+    return found
 
 
 def state(pid: int) -> str:

@@ -149,7 +149,12 @@ class LocalProvider:
     # ------------------------------------------------------------ find, list, destroy
 
     async def find(self, spec: SandboxSpec) -> SandboxInfo | None:
-        return self._place(spec.lease_id).info()
+        place = self._place(spec.lease_id)
+        info = place.info()
+        if info is None and place.exists():
+            # Its maker died between the directory and what is written in it.
+            info = SandboxInfo(sandbox_id=spec.lease_id, state=SandboxState.PENDING)
+        return info
 
     async def get(self, sandbox_id: str) -> SandboxInfo:
         info = self._place(sandbox_id).info()
