@@ -118,7 +118,9 @@ def test_stop_twice_from_two_threads_and_after_it_is_gone(service: FaultyService
         thread.start()
     for thread in threads:
         thread.join()
-    assert outcomes == [Outcome.DESTROYED, Outcome.DESTROYED]
+    # One ending for both; who comes when it is over is told so.
+    assert Outcome.DESTROYED in outcomes
+    assert set(outcomes) <= {Outcome.DESTROYED, Outcome.ALREADY_GONE}
     assert box.stop().result().outcome in (Outcome.DESTROYED, Outcome.ALREADY_GONE)
 
 
