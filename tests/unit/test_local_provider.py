@@ -31,6 +31,7 @@ from lowtide.providers.base import FileKind, Network, NetworkMode, ProcessSpec, 
 from lowtide.providers.local import LocalProvider, entering
 from lowtide.providers.local import destroy as ending
 from lowtide.providers.local.place import start_time
+from lowtide.providers.local.spawner_client import SpawnerClient
 
 sys.path.insert(0, str(Path(__file__).parent))
 from local_sandbox import chunks, new_id, read, run, shell, spec
@@ -694,3 +695,24 @@ async def test_a_create_cut_off_after_its_directory_is_found_and_ended(
     assert found is not None
     assert await provider.destroy(found.sandbox_id)
     assert await provider.find(asked) is None
+
+
+async def test_creates_that_come_while_the_spawner_starts_wait_for_its_answer(
+    provider: LocalProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it has answered nobody knows where it sees the layers: a create would use the wrong paths."""
+    ask = SpawnerClient._ask
+
+    async def slowly(client: SpawnerClient, message: dict[str, object], fds: list[int]) -> object:
+        reply = await ask(client, message, fds)
+        if message["op"] == "configure":
+            await asyncio.sleep(0.3)
+        return reply
+
+    monkeypatch.setattr(SpawnerClient, "_ask", slowly)
+    first = asyncio.ensure_future(provider.create(spec()))
+    await asyncio.sleep(0.15)
+    made = [await provider.create(spec()), await first]
+    for info in made:
+        # The id-mapped /usr: as the machine has it, it would belong to nobody.
+        assert (await run(provider, info.sandbox_id, "test", "-O", "/usr/bin"))[0] == 0

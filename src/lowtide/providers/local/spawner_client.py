@@ -68,6 +68,7 @@ class SpawnerClient:
     def __init__(self, configuration: Mapping[str, Any]) -> None:
         self._configuration = configuration
         self._control: socket.socket | None = None
+        self._configured = False
         self._pid = 0
         self._lock: asyncio.Lock | None = None
         self._keys = itertools.count(1)
@@ -80,15 +81,16 @@ class SpawnerClient:
 
     @property
     def running(self) -> bool:
-        return self._control is not None
+        """Whether it has answered: before that nobody knows where it sees the layers."""
+        return self._control is not None and self._configured
 
     async def start(self) -> None:
-        if self._control is not None:
+        if self.running:
             return
         if self._lock is None:
             self._lock = asyncio.Lock()
         async with self._lock:
-            if self._control is None:
+            if not self.running:
                 await self._launch()
 
     async def _launch(self) -> None:
@@ -101,7 +103,7 @@ class SpawnerClient:
             theirs.close()
             self._control = ours
             try:
-                with await self.request({"op": "configure", **self._configuration}, []) as reply:
+                with await self._ask({"op": "configure", **self._configuration}, []) as reply:
                     answer = await reply.next()
             except OSError:
                 answer = None
@@ -115,6 +117,7 @@ class SpawnerClient:
                     reason="setup",
                 )
             self.staged, self.idmapped = message["staged"], message["idmapped"]
+            self._configured = True
         except BaseException:
             self.close()
             ours.close()
@@ -135,7 +138,10 @@ class SpawnerClient:
 
     async def request(self, message: Message, fds: Sequence[int]) -> Reply:
         """Send one request. The answer comes on what this returns."""
-        await self.start() if self._control is None else None
+        await self.start()
+        return await self._ask(message, fds)
+
+    async def _ask(self, message: Message, fds: Sequence[int]) -> Reply:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         try:
@@ -159,14 +165,10 @@ class SpawnerClient:
 
     async def prepare(self) -> None:
         """Have a process made that waits to become the next sandbox, when there is none. Called in a quiet moment."""
-        if self._control is not None and self._asked is None and self._spare is None:
+        if self.running and self._asked is None and self._spare is None:
             self._asked = await self.request({"op": "spare"}, [])
             asyncio.get_running_loop().add_reader(self._asked.socket.fileno(), self._take_spare)
-        if (
-            self._control is not None
-            and self._spare_porter is None
-            and self._configuration["base"] is not None
-        ):
+        if self.running and self._spare_porter is None and self._configuration["base"] is not None:
             self._spare_porter = Porter((await self.request({"op": "porter"}, [])).socket)
 
     def _take_spare(self) -> None:
@@ -228,6 +230,7 @@ class SpawnerClient:
     def close(self) -> None:
         """Let the spawner end. Its sandboxes go on; commands it started lose their reporter."""
         control, pid, self._control, self._pid = self._control, self._pid, None, 0
+        self._configured = False
         self._lock = None
         self._stop_asking()
         spare, self._spare = self._spare, None
@@ -242,6 +245,7 @@ class SpawnerClient:
         """In a forked child: it is the parent's."""
         held = (self._control, self._spare, self._asked, self._spare_porter)
         self._control, self._pid, self._lock, self._spare, self._asked = None, 0, None, None, None
+        self._configured = False
         self._spare_porter = None
         for sock in held:
             if sock is not None:
