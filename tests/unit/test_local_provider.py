@@ -702,16 +702,18 @@ async def test_creates_that_come_while_the_spawner_starts_wait_for_its_answer(
 ) -> None:
     """Until it has answered nobody knows where it sees the layers: a create would use the wrong paths."""
     ask = SpawnerClient._ask
+    starting = asyncio.Event()
 
     async def slowly(client: SpawnerClient, message: dict[str, object], fds: list[int]) -> object:
         reply = await ask(client, message, fds)
         if message["op"] == "configure":
+            starting.set()
             await asyncio.sleep(0.3)
         return reply
 
     monkeypatch.setattr(SpawnerClient, "_ask", slowly)
     first = asyncio.ensure_future(provider.create(spec()))
-    await asyncio.sleep(0.15)
+    await starting.wait()
     made = [await provider.create(spec()), await first]
     for info in made:
         # The id-mapped /usr: as the machine has it, it would belong to nobody.
