@@ -27,7 +27,7 @@ def main(paths: list[str]) -> None:
                 row[count] += result[count]
             row["slowest"] = max(row["slowest"], result["slowest"])
     lines = [
-        f"Sum of {len(paths)} runs in a row.",
+        f"Sum of {len(paths)} runs." if len(paths) > 1 else "One run.",
         "",
         "| group | provider | cases | leaks | wrongly ended | rows lost | other failures | slowest clean-up |",
         "|---|---|---|---|---|---|---|---|",

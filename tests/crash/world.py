@@ -163,7 +163,12 @@ class World:
         if not path.exists():
             return []
         with sqlite3.connect(path, timeout=20) as db:
-            return db.execute(query).fetchall()
+            try:
+                return db.execute(query).fetchall()
+            except sqlite3.OperationalError as error:
+                if "no such table" not in str(error):
+                    raise
+                return []  # its maker was killed before the first row could be written
 
     def open_rows(self) -> list[tuple[str, str, int]]:
         settled = {LeaseState.GONE, LeaseState.HANDED_OVER}
