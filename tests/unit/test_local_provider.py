@@ -12,6 +12,7 @@ import signal
 import sys
 import tarfile
 import urllib.request
+import warnings
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -445,10 +446,15 @@ async def test_ids_that_lead_elsewhere_are_not_found(provider: LocalProvider) ->
 async def test_an_image_that_is_missing_says_what_to_run(provider: LocalProvider) -> None:
     with pytest.raises(ValidationError, match=r"lowtide image import ubuntu:24\.04"):
         await provider.create(spec(image="ubuntu:24.04"))
+    own = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    missing = f"python:{own}-{os.urandom(4).hex()}"  # one warning a process and image: a name no other test used
     with pytest.warns(UserWarning, match="stands in"):
-        made = await provider.create(spec(image=f"python:{sys.version_info[0]}.{sys.version_info[1]}"))
+        made = await provider.create(spec(image=missing))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        await provider.create(spec(image=missing))
     _code, out, _ = await run(provider, made.sandbox_id, "python3", "-V")
-    assert out.startswith(f"Python {sys.version_info[0]}.{sys.version_info[1]}.")
+    assert out.startswith(f"Python {own}.")
 
 
 async def test_no_secret_is_written_down_or_shown(provider: LocalProvider) -> None:
