@@ -9,13 +9,31 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import os
 import queue
+import signal
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+# What programs handle in Python. The kernel may hand a signal for the process to any thread that takes it, but
+# Python runs handlers on the main thread only: taken by one of ours it would wait until that one wakes by itself.
+_MAIN_THREADS = frozenset(
+    {
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGQUIT,
+        signal.SIGALRM,
+        signal.SIGCHLD,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+        signal.SIGWINCH,
+    }
+)
 
 _lock = threading.Lock()
 _engine: Engine | None = None
@@ -32,6 +50,7 @@ class Engine:
         self.thread.start()
 
     def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _MAIN_THREADS)  # threads started from here inherit it
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 
@@ -62,6 +81,16 @@ def engine() -> Engine:
                 _engine = Engine()
             running = _engine
     return running
+
+
+@contextlib.contextmanager
+def children_take_signals() -> Iterator[None]:
+    """Around every start of a process on one of the engine's threads: it would inherit their signal mask."""
+    masked = signal.pthread_sigmask(signal.SIG_UNBLOCK, _MAIN_THREADS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
 
 
 def started() -> bool:

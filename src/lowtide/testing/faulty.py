@@ -26,6 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from lowtide.engine import children_take_signals
 from lowtide.errors import (
     RateLimitError,
     SandboxFailedError,
@@ -256,15 +257,16 @@ class FaultyProvider:
         if self._read(sandbox_id) is None:
             raise SandboxGone(f"sandbox {sandbox_id} is gone", provider=self.name, sandbox_id=sandbox_id)
         try:
-            process = await asyncio.create_subprocess_exec(
-                *spec.argv,
-                cwd=spec.cwd,
-                env={**os.environ, **spec.environment},
-                stdin=asyncio.subprocess.PIPE if spec.stdin else asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,
-            )
+            with children_take_signals():
+                process = await asyncio.create_subprocess_exec(
+                    *spec.argv,
+                    cwd=spec.cwd,
+                    env={**os.environ, **spec.environment},
+                    stdin=asyncio.subprocess.PIPE if spec.stdin else asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.PIPE,
+                    start_new_session=True,
+                )
         except (FileNotFoundError, PermissionError) as error:
             code = "127" if isinstance(error, FileNotFoundError) else "126"
             return await self.start_process(

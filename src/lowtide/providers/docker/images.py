@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lowtide.engine import children_take_signals
 from lowtide.errors import (
     AuthenticationError,
     LowtideError,
@@ -134,9 +135,10 @@ async def _ask_program(program: str, registry: str) -> dict[str, str] | None:
     if not re.fullmatch(r"[A-Za-z0-9._-]+", program):
         return None
     try:
-        process = await asyncio.create_subprocess_exec(
-            f"docker-credential-{program}", "get", stdin=-1, stdout=-1, stderr=-3, env=dict(os.environ)
-        )
+        with children_take_signals():
+            process = await asyncio.create_subprocess_exec(
+                f"docker-credential-{program}", "get", stdin=-1, stdout=-1, stderr=-3, env=dict(os.environ)
+            )
         answer, _ = await asyncio.wait_for(process.communicate(registry.encode()), 30)
         login = json.loads(answer)
     except (OSError, ValueError, TimeoutError):

@@ -17,6 +17,7 @@ from typing import Any
 
 import aiohttp
 
+from lowtide.engine import children_take_signals
 from lowtide.errors import AuthenticationError
 from lowtide.providers.kubernetes.access import Access, missing_dependency
 from lowtide.providers.kubernetes.failures import ApiError
@@ -239,12 +240,13 @@ class Api:
             if self.access.kubeconfig is None:
                 config.load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
             else:
-                await config.load_kube_config(
-                    config_file=self.access.kubeconfig,
-                    context=self.access.context,
-                    client_configuration=settings,
-                    temp_file_path=keys,
-                )
+                with children_take_signals():  # it may run a program of the user's for a token
+                    await config.load_kube_config(
+                        config_file=self.access.kubeconfig,
+                        context=self.access.context,
+                        client_configuration=settings,
+                        temp_file_path=keys,
+                    )
             return client.ApiClient(configuration=settings)
         except (config.ConfigException, AssertionError, OSError, ValueError) as error:
             raise AuthenticationError(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lowtide.engine import children_take_signals
 from lowtide.errors import SandboxFailedError, UnsupportedError
 
 SMALLEST = 4 << 20
@@ -46,7 +47,8 @@ def make(place: Path, size: int) -> None:
     os.mkdir(place / "disk", 0o755)
     options = "lazy_itable_init=1,lazy_journal_init=1,nodiscard,root_owner=0:0"
     command = [mkfs, "-q", "-F", "-m", "0", "-O", "^has_journal", "-E", options, str(image)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    with children_take_signals():
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SandboxFailedError(f"mkfs.ext4: {done.stderr.strip()}", provider="local", reason="disk")
 
