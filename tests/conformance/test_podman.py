@@ -12,53 +12,21 @@ from tests.container_engine import IMAGE, PODMAN, needs_podman
 pytestmark = [*needs_podman, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(scope="module")
-def podman_host() -> Iterator[None]:
+@pytest.fixture(scope="module", autouse=True)
+def _podman_host() -> Iterator[None]:
     """The docker provider, pointed at Podman's socket."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DOCKER_HOST", PODMAN)
         yield
 
 
-@pytest.fixture(scope="module")
-def provider_under_test(podman_host: None) -> suite.ProviderUnderTest:
-    return suite.ProviderUnderTest(
-        name="docker",
-        keywords={"container_image": IMAGE},
-        parallel=12,
-        timeout_seconds=4.0,
-        max_lifetime_seconds=8.0,
+globals().update(
+    suite.tests(
+        suite.ProviderUnderTest(
+            name="docker",
+            keywords={"container_image": IMAGE},
+            timeout_seconds=4.0,
+            max_lifetime_seconds=8.0,
+        )
     )
-
-
-class TestExec(suite.ExecConformance): ...
-
-
-class TestStreams(suite.StreamsConformance): ...
-
-
-class TestFiles(suite.FilesConformance): ...
-
-
-class TestTrees(suite.TreesConformance): ...
-
-
-class TestLifecycle(suite.LifecycleConformance): ...
-
-
-class TestSessions(suite.SessionConformance): ...
-
-
-class TestFeatures(suite.FeaturesConformance): ...
-
-
-class TestValidation(suite.ValidationConformance): ...
-
-
-class TestCancellation(suite.CancellationConformance): ...
-
-
-class TestConcurrency(suite.ConcurrencyConformance): ...
-
-
-class TestIsolation(suite.IsolationConformance): ...
+)

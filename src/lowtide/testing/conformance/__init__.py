@@ -1,27 +1,16 @@
-"""The conformance suite: what every provider must do, as classes that a provider's tests subclass.
+"""The conformance suite: what every provider must do, as classes of tests.
 
 A provider passes when a module like this one is green:
 
-    import pytest
     from lowtide.testing import conformance as suite
 
-    @pytest.fixture(scope="module")
-    def provider_under_test():
-        return suite.ProviderUnderTest(name="mine", keywords={"container_image": "python:3.11"})
+    globals().update(
+        suite.tests(suite.ProviderUnderTest(name="mine", keywords={"container_image": "python:3.11"}))
+    )
 
-    class TestExec(suite.ExecConformance): ...
-    class TestStreams(suite.StreamsConformance): ...
-    class TestFiles(suite.FilesConformance): ...
-    class TestTrees(suite.TreesConformance): ...
-    class TestLifecycle(suite.LifecycleConformance): ...
-    class TestSessions(suite.SessionConformance): ...
-    class TestFeatures(suite.FeaturesConformance): ...
-    class TestValidation(suite.ValidationConformance): ...
-    class TestCancellation(suite.CancellationConformance): ...
-    class TestConcurrency(suite.ConcurrencyConformance): ...
-    class TestIsolation(suite.IsolationConformance): ...
-
-What the provider's declared capabilities exclude is skipped, and the skip names the capability.
+A capability that the provider declares is tested; of one that it does not, the refusal is. A single
+class can be subclassed by hand, next to a fixture ``provider_under_test``; then what the declared
+capabilities exclude is skipped, and the skip names the capability.
 Inside the sandbox the suite needs a POSIX shell and the usual small tools (cat, head, sleep, stty…).
 """
 
@@ -37,6 +26,7 @@ from lowtide.testing.conformance.sessions import SessionConformance
 from lowtide.testing.conformance.streams import StreamsConformance
 from lowtide.testing.conformance.trees import TreesConformance
 from lowtide.testing.conformance.validation import ValidationConformance
+from lowtide.testing.conformance.whole import tests
 
 __all__ = [
     "CancellationConformance",
@@ -53,4 +43,5 @@ __all__ = [
     "TreesConformance",
     "ValidationConformance",
     "requires",
+    "tests",
 ]

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
@@ -42,12 +42,18 @@ class ProviderUnderTest:
 
 
 def requires(*capabilities: Capability) -> pytest.MarkDecorator:
-    """Skip a test, by name, on a provider that does not declare these capabilities."""
+    """A test that is only there for a provider that declares these capabilities."""
     return pytest.mark.lowtide_requires(*capabilities)
 
 
 class Conformance:
-    """Base of all conformance classes. The test module defines the fixture `provider_under_test`."""
+    """Base of all conformance classes. The test module defines the fixture `provider_under_test`.
+
+    One that is subclassed by hand, and not by `tests`, skips what the provider's capabilities exclude.
+    """
+
+    declared: ClassVar[frozenset[Capability] | None] = None
+    """What the provider declares, where that is known when the tests are collected."""
 
     @pytest.fixture(scope="class")
     @classmethod
