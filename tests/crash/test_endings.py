@@ -79,9 +79,8 @@ def test_a_handler_that_goes_on_keeps_its_sandboxes(world: World) -> None:
     world.wait_until_clean()
 
 
+@pytest.mark.faulty  # hangs on demand
 def test_a_second_interrupt_leaves_at_once_and_the_guardian_takes_over(world: World) -> None:
-    if world.provider_name != "faulty":
-        pytest.skip("only the faulty provider hangs on demand")
     actor = world.start("hold", 3)
     actor.until("READY")
     world.service.fault("destroy", hold_seconds=300, times=3)
@@ -93,9 +92,8 @@ def test_a_second_interrupt_leaves_at_once_and_the_guardian_takes_over(world: Wo
     world.wait_until_clean()
 
 
+@pytest.mark.faulty  # hangs on demand
 def test_leaving_is_bounded_when_the_provider_hangs(world: World) -> None:
-    if world.provider_name != "faulty":
-        pytest.skip("only the faulty provider hangs on demand")
     actor = world.start("hold", 3, LOWTIDE_EXIT_SECONDS="2")
     actor.until("READY")
     world.service.fault("destroy", hold_seconds=300, times=3)

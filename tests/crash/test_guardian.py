@@ -101,9 +101,8 @@ def test_the_guardian_is_no_child_of_its_owner(world: World) -> None:
     world.wait_until_clean()
 
 
+@pytest.mark.faulty  # the faulty provider's directory stands for a credential
 def test_no_credential_reaches_the_ledger_the_log_or_a_process_title(world: World) -> None:
-    if world.provider_name != "faulty":
-        pytest.skip("the faulty provider's directory stands for a credential")
     secret = "s3cret-in-the-environment"
     actor = world.start("hold", 1, LOWTIDE_FAULTY_DIR=str(world.service.directory), E2B_API_KEY=secret)
     actor.until("READY")

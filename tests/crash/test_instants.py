@@ -60,6 +60,7 @@ def test_killed_while_in_use(world: World) -> None:
     world.wait_until_clean()
 
 
+@pytest.mark.faulty  # can be struck inside its call
 @pytest.mark.parametrize(
     ("call", "fault"),
     [
@@ -70,17 +71,14 @@ def test_killed_while_in_use(world: World) -> None:
     ],
 )
 def test_killed_inside_the_providers_call(world: World, call: str, fault: dict[str, str]) -> None:
-    if world.provider_name != "faulty":
-        pytest.skip("only the faulty provider can be struck inside its call")
     world.service.fault(call, **fault)
     actor = world.start("stop_all", 2)
     assert actor.wait() == -9
     world.wait_until_clean()
 
 
+@pytest.mark.faulty  # can hold a request
 def test_killed_with_the_request_in_flight(world: World) -> None:
-    if world.provider_name != "faulty":
-        pytest.skip("only the faulty provider can hold a request")
     world.service.fault("create", hold_seconds=30)
     actor = world.start("hold", 1)
     while len(world.existing()) < 3:
@@ -89,9 +87,8 @@ def test_killed_with_the_request_in_flight(world: World) -> None:
     world.wait_until_clean()
 
 
+@pytest.mark.faulty  # commits late
 def test_killed_before_a_late_commit(world: World) -> None:
-    if world.provider_name != "faulty":
-        pytest.skip("only the faulty provider commits late")
     world.service.fault("create", commit_after_seconds=1.0)
     actor = world.start("hold", 1)
     while not world.open_rows():
@@ -101,12 +98,11 @@ def test_killed_before_a_late_commit(world: World) -> None:
     assert world.existing() == world.spared
 
 
+@pytest.mark.faulty  # fails on demand
 @pytest.mark.parametrize(
     "deletes", [{"fail": True, "times": 3}, {"rate_limit": 0.2, "times": 3}, {"stuck": True, "times": 2}]
 )
 def test_killed_while_deletes_fail(world: World, deletes: dict[str, object]) -> None:
-    if world.provider_name != "faulty":
-        pytest.skip("only the faulty provider fails on demand")
     actor = world.start("hold", 3)
     actor.until("READY")
     world.service.fault("destroy", **deletes)

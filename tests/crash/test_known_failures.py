@@ -43,11 +43,10 @@ def test_closing_a_session_while_a_start_is_on_its_way(world: World) -> None:
     world.wait_until_clean()
 
 
+@pytest.mark.faulty  # can hold a request
 @pytest.mark.parametrize("scenario", ["hold", "with_block", "in_session", "in_asyncio"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_the_create_is_in_flight(world: World, scenario: str, number: signal.Signals) -> None:
-    if world.provider_name != "faulty":
-        pytest.skip("only the faulty provider can hold a request")
     world.service.fault("create", hold_seconds=1.0, times=3)
     actor = world.start(scenario, 1)
     while not world.existing():
