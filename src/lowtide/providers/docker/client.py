@@ -102,8 +102,9 @@ class EngineClient:
 
 
 def checked_id(sandbox_id: str) -> str:
-    """It goes into a path of the engine's API."""
-    if not sandbox_id or not all(c.isalnum() or c in "_.-" for c in sandbox_id) or not sandbox_id.isascii():
+    """It goes into a path of the engine's API, where `.` and `..` would lead elsewhere."""
+    plain = sandbox_id.isascii() and all(c.isalnum() or c in "_.-" for c in sandbox_id)
+    if not plain or not sandbox_id[:1].isalnum():
         raise SandboxNotFoundError(
             f"not a sandbox id: {sandbox_id!r}", provider="docker", sandbox_id=sandbox_id
         )

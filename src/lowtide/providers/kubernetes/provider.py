@@ -246,7 +246,10 @@ class KubernetesProvider:
                         raise
 
     async def destroy(self, sandbox_id: str, *, grace_seconds: float = 0.0) -> bool:
-        namespace, name = self._split(sandbox_id)
+        try:
+            namespace, name = self._split(sandbox_id)
+        except errors.SandboxNotFoundError:
+            return False  # nothing can have this id
         await self._close_forwards(sandbox_id)
         with mapped(sandbox_id):
             pod = await self._objects.read(f"{self._objects.pods(namespace)}/{name}")

@@ -309,6 +309,8 @@ class LifecycleConformance(Conformance):
 
 
 MISSING_ID = "01arz3ndektsv4rrffq69g5fav"
+IMPOSSIBLE_IDS = ("", ".", "..", "../../etc", "/", "a/b/c", "a b", "a\0b", "a\nb", "a?b", "a%2fb", "é")
+"""Ids that nothing can have on any provider."""
 
 _MAKE_ONE = """
 from lowtide import Sandbox
