@@ -10,6 +10,7 @@ from lowtide.providers.base import Provider
 from lowtide.testing.conformance.lifecycle import IMPOSSIBLE_IDS
 
 NOWHERE = {
+    "faulty": {"LOWTIDE_FAULTY_DIR": "faulty"},
     "docker": {"DOCKER_HOST": "tcp://127.0.0.1:9"},
     "kubernetes": {"KUBECONFIG": "kubeconfig"},
     "e2b": {"E2B_API_KEY": "e2b_" + "0" * 40, "E2B_API_URL": "http://127.0.0.1:9"},
@@ -28,10 +29,10 @@ users: [{name: nobody, user: {token: none}}]
 @pytest.fixture(params=sorted(NOWHERE))
 def provider(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Provider:
     environ = dict(NOWHERE[request.param])
-    if request.param == "kubernetes":
-        path = tmp_path_factory.mktemp("kube") / environ["KUBECONFIG"]
-        path.write_text(KUBECONFIG)
-        environ["KUBECONFIG"] = str(path)
+    place = tmp_path_factory.mktemp("nowhere")
+    (place / "kubeconfig").write_text(KUBECONFIG)
+    for name in {"KUBECONFIG", "LOWTIDE_FAULTY_DIR"} & environ.keys():
+        environ[name] = str(place / environ[name])
     return registry.provider_class(request.param).connect(environ)
 
 

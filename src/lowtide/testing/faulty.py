@@ -25,6 +25,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar, Self
+from urllib.parse import quote
 
 from lowtide.engine import children_take_signals
 from lowtide.errors import (
@@ -426,7 +427,7 @@ def _info(record: Mapping[str, Any]) -> SandboxInfo:
 
 
 def _path(directory: Path, sandbox_id: str) -> Path:
-    return directory / "sandboxes" / sandbox_id.replace("/", "_")
+    return directory / "sandboxes" / f"id-{quote(sandbox_id, safe='')}"
 
 
 def _write(directory: Path, record: Mapping[str, Any]) -> None:
