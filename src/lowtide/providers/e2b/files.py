@@ -13,7 +13,7 @@ from lowtide import errors
 from lowtide.providers.derived import Ran, file_error
 from lowtide.providers.e2b import script
 from lowtide.providers.e2b.deadline import within
-from lowtide.providers.e2b.process import alone
+from lowtide.providers.e2b.envd import alone
 
 if TYPE_CHECKING:
     from e2b import AsyncSandbox

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import signal as signals
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -13,25 +11,24 @@ from lowtide import errors
 from lowtide.providers.base import STDERR, STDOUT, ProcessSpec, TerminalSize
 from lowtide.providers.e2b import script
 from lowtide.providers.e2b.deadline import within
+from lowtide.providers.e2b.envd import alone, closed, events_of, exit_code, started
 from lowtide.providers.e2b.failures import translated
 from lowtide.providers.e2b.leaving import track
 from lowtide.providers.e2b.marks import MarkedStream
 
 if TYPE_CHECKING:
-    from e2b import AsyncSandbox
-
-log = logging.getLogger("lowtide.e2b")
+    from lowtide.providers.e2b.sdk import LazySandbox
 
 START_SECONDS = 60.0
 _CALL_SECONDS = 30.0
-_KEEPALIVE_SECONDS = 50
 _SILENT_SECONDS = 180.0
 """envd says something every 50 seconds. After this long without a word the connection is dead."""
 _QUEUE_CHUNKS = 256
 _STDIN_BYTES = 256 << 10
-_SAID_BYTES = 64 << 10
 _CLOSING_SECONDS = 0.5
 """How long a command's stream may go on after its end, so that its connection can be used again."""
+
+_closing: set[asyncio.Task[None]] = set()
 
 Explain = Callable[[errors.LowtideError], Awaitable[errors.LowtideError]]
 """What an error of the way to the sandbox really means: mostly that the sandbox is gone."""
@@ -42,20 +39,20 @@ class E2BProcess:
 
     def __init__(
         self,
-        box: AsyncSandbox,
+        box: LazySandbox,
         events: AsyncGenerator[Any, Any],
-        pid: int,
         *,
         wrapping: script.Wrapping,
         tty: bool,
         user: str | None,
         explain: Explain,
     ) -> None:
-        self._box, self._events, self._pid, self._user = box, events, pid, user
+        self._box, self._events, self._pid, self._user = box, events, 0, user
         self._wrapping, self._tty, self._explain = wrapping, tty, explain
         loop = asyncio.get_running_loop()
         self._loop = loop
         self._chunks: asyncio.Queue[tuple[int, bytes] | None] = asyncio.Queue(_QUEUE_CHUNKS)
+        self._started: asyncio.Future[None] = loop.create_future()
         self._code: asyncio.Future[int] = loop.create_future()
         self._code.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         mark = wrapping.mark.encode()
@@ -64,12 +61,12 @@ class E2BProcess:
         self._heard = loop.time()
         self._pump = loop.create_task(self._run())
         track(self._pump)
-        self._watch: asyncio.TimerHandle | None = loop.call_later(_SILENT_SECONDS, self._listen)
+        self._watch = loop.call_later(START_SECONDS, self._give_up_start)
 
     @classmethod
     async def start(
         cls,
-        box: AsyncSandbox,
+        box: LazySandbox,
         spec: ProcessSpec,
         *,
         user: str | None,
@@ -81,24 +78,23 @@ class E2BProcess:
         environment = dict(spec.environment)
         if spec.tty is not None:
             environment.setdefault("TERM", "xterm-256color")
-        events = _events(
+        user = spec.user or user
+        events = events_of(
             box,
             wrapping.command(spec, working_dir),
             environment=environment,
-            user=spec.user or user,
+            user=user,
             stdin=spec.stdin,
             tty=spec.tty,
         )
-        pid = await _started(box, events)
-        return cls(
-            box,
-            events,
-            pid,
-            wrapping=wrapping,
-            tty=spec.tty is not None,
-            user=spec.user or user,
-            explain=explain,
-        )
+        process = cls(box, events, wrapping=wrapping, tty=spec.tty is not None, user=user, explain=explain)
+        try:
+            await process._started
+        except BaseException:
+            process._watch.cancel()
+            process._pump.cancel()
+            raise
+        return process
 
     # The handle
 
@@ -109,7 +105,7 @@ class E2BProcess:
             raise error
 
     async def wait(self) -> int:
-        return await asyncio.shield(self._code)
+        return self._code.result() if self._code.done() else await asyncio.shield(self._code)
 
     async def write_stdin(self, data: bytes) -> None:
         for start in range(0, len(data), _STDIN_BYTES):
@@ -156,17 +152,30 @@ class E2BProcess:
                     await self.wait()
 
     async def aclose(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-        if not self._pump.done() and not self._code.done():
-            self._pump.cancel()
-        if not self._pump.done():
-            await asyncio.wait({self._pump}, timeout=_CLOSING_SECONDS * 2)
-            self._pump.cancel()
+        self._watch.cancel()
+        if self._code.done() or self._pump.done():
+            return  # what is left of the stream is read by itself, so that its connection is used again
+        self._pump.cancel()
+        await asyncio.wait({self._pump}, timeout=_CLOSING_SECONDS * 2)
 
     # Inside
 
     async def _run(self) -> None:
+        try:
+            self._pid = await started(self._box, self._events)
+        except BaseException as error:
+            if not self._started.done():
+                self._started.set_exception(error) if isinstance(error, Exception) else self._started.cancel()
+            if not isinstance(error, Exception):
+                raise
+            return
+        if self._started.done():  # nobody waits for it any more
+            await closed(self._events)
+            return
+        self._started.set_result(None)
+        self._watch.cancel()
+        self._heard = self._loop.time()
+        self._watch = self._loop.call_later(_SILENT_SECONDS, self._listen)
         try:
             await self._follow()
         except asyncio.CancelledError:
@@ -176,7 +185,7 @@ class E2BProcess:
             while not self._chunks.empty():
                 self._chunks.get_nowait()
             self._chunks.put_nowait(None)
-            await _closed(self._events)
+            await closed(self._events)
             raise
         except Exception as error:
             self._fail(await self._meaning(error))
@@ -188,8 +197,9 @@ class E2BProcess:
                     sandbox_id=self._box.sandbox_id,
                 )
                 self._fail(await self._explain(lost))
-        if self._watch is not None:
-            self._watch.cancel()
+        self._watch.cancel()
+        _closing.add(self._pump)
+        self._pump.add_done_callback(_closing.discard)
         await self._chunks.put(None)
         # The exit code is out and read. What still comes is the end of the stream, unless a background
         # job holds it; then the connection is given up.
@@ -197,7 +207,7 @@ class E2BProcess:
             async with asyncio.timeout(_CLOSING_SECONDS):
                 async for _ in self._events:
                     pass
-        await _closed(self._events)
+        await closed(self._events)
 
     async def _follow(self) -> None:
         """Until the exit code is known."""
@@ -225,7 +235,7 @@ class E2BProcess:
                 for stream, marked in streams.items():
                     if rest := marked.rest():
                         await chunks.put((stream, rest))
-                self._settle(_exit_code(payload.value))
+                self._settle(exit_code(payload.value))
                 return
 
     def _settle(self, code: int) -> None:
@@ -291,6 +301,16 @@ class E2BProcess:
             return 0
         raise meant
 
+    def _give_up_start(self) -> None:
+        if not self._started.done():
+            self._started.set_exception(
+                errors.RequestTimeoutError(
+                    f"E2B did not answer within {START_SECONDS:g} s: start a command",
+                    provider="e2b",
+                    sandbox_id=self._box.sandbox_id,
+                )
+            )
+
     def _listen(self) -> None:
         silent = self._loop.time() - self._heard
         if silent >= _SILENT_SECONDS:
@@ -299,84 +319,9 @@ class E2BProcess:
             self._watch = self._loop.call_later(_SILENT_SECONDS - silent, self._listen)
 
 
-async def alone(box: AsyncSandbox, command: list[str], *, user: str | None) -> tuple[int, bytes]:
-    """Run a command to its end: its exit code, and what it said on standard error."""
-    events = _events(box, command, user=user)
-    said = bytearray()
-    try:
-        await _started(box, events)
-        async for event in events:
-            payload = event.event.event if event.event is not None else None
-            if payload is None:
-                continue
-            if payload.field == "data" and payload.value.output.field == "stderr":
-                said += payload.value.output.value[: _SAID_BYTES - len(said)]
-            elif payload.field == "end":
-                return _exit_code(payload.value), bytes(said)
-    finally:
-        await _closed(events)
-    raise errors.SandboxUnavailableError("the stream of a command ended before it", provider="e2b")
-
-
-def _events(
-    box: AsyncSandbox,
-    command: list[str],
-    *,
-    environment: dict[str, str] | None = None,
-    user: str | None = None,
-    stdin: bool = False,
-    tty: TerminalSize | None = None,
-) -> AsyncGenerator[Any, Any]:
-    """The stream of a new process.
-
-    Through the SDK's generated client, one step below ``commands.run``: that one takes the bytes apart
-    into text, and loses those that are none.
-    """
-    from e2b.envd.client_async import as_stream
-    from e2b.envd.process import process_pb
-    from e2b.envd.utils import authentication_header
-
-    config = process_pb.ProcessConfig(cmd=command[0], args=command[1:], envs=environment or {})
-    request = process_pb.StartRequest(process=config, stdin=stdin)
-    if tty is not None:
-        size = process_pb.PTY.Size(rows=tty.rows, cols=tty.columns)
-        request = process_pb.StartRequest(process=config, pty=process_pb.PTY(size=size), stdin=True)
-    headers = {
-        **authentication_header(box._envd_version, user),
-        "Keepalive-Ping-Interval": str(_KEEPALIVE_SECONDS),
-    }
-    return as_stream(box.commands._rpc.start(request, headers=headers))
-
-
-async def _started(box: AsyncSandbox, events: AsyncGenerator[Any, Any]) -> int:
-    from e2b.envd.client_async import first_event
-    from e2b.envd.rpc import ahandle_rpc_exception_with_health
-    from e2b.envd.utils import extract_start_pid
-
-    try:
-        return int(extract_start_pid(await first_event(events, START_SECONDS), "start process"))
-    except BaseException as error:
-        await _closed(events)
-        if isinstance(error, Exception):
-            raise await ahandle_rpc_exception_with_health(error, box.commands._check_health) from error
-        raise
-
-
-async def _closed(events: AsyncGenerator[Any, Any]) -> None:
-    with contextlib.suppress(Exception):
-        await events.aclose()
-
-
-def _exit_code(end: Any) -> int:
-    """What envd says of the end. It names a signal in words, as Go does, and then has no exit code."""
-    status = str(end.status or "")
-    if status.startswith("signal: "):
-        name = status.removeprefix("signal: ").removesuffix(" (core dumped)")
-        return 128 + _SIGNALS.get(name, signals.SIGKILL)
-    code = int(end.exit_code)
-    return code if code >= 0 else 128 + signals.SIGKILL
-
-
-_SIGNALS: dict[str, int] = {
-    (signals.strsignal(number) or "").lower(): int(number) for number in signals.valid_signals()
-} | {"trace/breakpoint trap": 5, "user defined signal 1": 10, "user defined signal 2": 12, "alarm clock": 14}
+async def all_closed() -> None:
+    """Until the streams of ended commands on this loop have come to their end."""
+    loop = asyncio.get_running_loop()
+    ending = {stream for stream in _closing if stream.get_loop() is loop}
+    if ending:
+        await asyncio.wait(ending, timeout=_CLOSING_SECONDS * 2)

@@ -8,9 +8,7 @@ import importlib.util
 import logging
 import math
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterable, AsyncIterator, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
@@ -21,7 +19,6 @@ from lowtide.providers.base import (
     Capability,
     CodeResult,
     Labels,
-    NetworkMode,
     ProcessHandle,
     ProcessSpec,
     Recovery,
@@ -31,8 +28,13 @@ from lowtide.providers.base import (
     Traits,
     Url,
 )
+from lowtide.providers.e2b import creation
 from lowtide.providers.e2b.access import Access, missing_dependency
+from lowtide.providers.e2b.boxes import Box, Boxes
+from lowtide.providers.e2b.control import Control
+from lowtide.providers.e2b.creation import options_of
 from lowtide.providers.e2b.deadline import within
+from lowtide.providers.e2b.described import failed, gone, info_of
 from lowtide.providers.e2b.failures import mapped
 from lowtide.providers.e2b.options import E2BOptions
 
@@ -49,21 +51,7 @@ CALL_SECONDS = 30.0
 SNAPSHOT_SECONDS = 300.0
 CONFIRM_SECONDS = 10.0
 """How long a sandbox may still be there after its end was acknowledged, before it is killed again."""
-_DEFAULT_LIFETIME = 300
-_KNOWN_BOXES = 2048
 _LEASE = LABEL_PREFIX + "lease"
-_WORKING_DIR = LABEL_PREFIX + "cwd"
-_USER = LABEL_PREFIX + "user"
-_ANYWHERE = "0.0.0.0/0"
-
-
-@dataclass(slots=True)
-class Box:
-    """What commands in one sandbox need: the SDK's object, and what its metadata says about them."""
-
-    sdk: AsyncSandbox
-    working_dir: str | None = None
-    user: str | None = None
 
 
 class E2BProvider:
@@ -99,7 +87,8 @@ class E2BProvider:
 
     def __init__(self, access: Access) -> None:
         self._access = access
-        self._boxes: OrderedDict[str, Box] = OrderedDict()
+        self._control = Control(access)
+        self._boxes = Boxes()
         self._fresh: dict[str, SandboxInfo] = {}
 
     # Connection
@@ -122,7 +111,9 @@ class E2BProvider:
         self._boxes.clear()
         self._fresh.clear()
         from lowtide.providers.e2b import pool
+        from lowtide.providers.e2b.process import all_closed
 
+        await all_closed()
         pool.leave(self)
 
     def _sdk(self) -> type[AsyncSandbox]:
@@ -131,16 +122,15 @@ class E2BProvider:
 
         pool.join(self)
         forked.repair()
-        from e2b import AsyncSandbox
+        from lowtide.providers.e2b.sdk import sandbox_class
 
-        found: type[AsyncSandbox] = AsyncSandbox
-        return found
+        return sandbox_class()
 
     # Lifecycle
 
     async def create(self, spec: SandboxSpec) -> SandboxInfo:
-        options = _options(spec)
-        asked = _create_arguments(spec, options, self._access.template)
+        options = options_of(spec)
+        asked = creation.arguments(spec, options, self._access.template)
         began = time.monotonic()
         try:
             made = await self._create(asked, CREATE_SECONDS)
@@ -163,13 +153,13 @@ class E2BProvider:
             created_at=now,
             expires_at=now + timedelta(seconds=asked["timeout"]),
         )
-        self._remember(made.sandbox_id, Box(made, spec.working_dir, options.user))
+        self._boxes.keep(made.sandbox_id, Box(made, spec.working_dir, options.user))
         self._fresh[made.sandbox_id] = info
         return info
 
     async def _create(self, asked: dict[str, Any], seconds: float) -> AsyncSandbox:
         sdk = self._sdk()
-        keyed = _with_key(sdk, asked["metadata"][_LEASE])
+        keyed = creation.with_key(sdk, asked["metadata"][_LEASE])
         parameters = {**self._access.parameters(), **keyed, "request_timeout": seconds}
         with mapped():
             work = sdk.create(**asked, **parameters)
@@ -182,7 +172,7 @@ class E2BProvider:
 
     async def get(self, sandbox_id: str) -> SandboxInfo:
         detail = await self._detail(sandbox_id)
-        return _info(detail)
+        return info_of(detail)
 
     async def wait_ready(self, sandbox_id: str) -> SandboxInfo:
         fresh = self._fresh.pop(sandbox_id, None)
@@ -198,7 +188,7 @@ class E2BProvider:
             if info.state is SandboxState.PAUSED:
                 return info
             if fresh is not None or time.monotonic() > deadline:
-                raise _failed(sandbox_id)
+                raise failed(sandbox_id)
             await asyncio.sleep(delay)
             delay = min(delay * 2, 2.0)
 
@@ -216,22 +206,19 @@ class E2BProvider:
             for one in found:
                 matches = all(one.metadata.get(key) == value for key, value in labels.items())
                 if matches and Labels.from_dict(one.metadata) is not None:
-                    yield _info(one)
+                    yield info_of(one)
 
     async def destroy(self, sandbox_id: str, *, grace_seconds: float = 0.0) -> bool:
         if not _is_id(sandbox_id):
             return False
-        self._boxes.pop(sandbox_id, None)
+        self._boxes.drop(sandbox_id)
         self._fresh.pop(sandbox_id, None)
-        sdk = self._sdk()
+        self._sdk()
         with mapped(sandbox_id):
-            # Its own retries would hide a hanging or failing kill from the caller's deadline.
-            parameters = {**self._access.parameters(), **_without_retries(sdk)}
-            killing = sdk.kill(sandbox_id, request_timeout=KILL_SECONDS, **parameters)
-            ended = await within(KILL_SECONDS + 1.0, killing, "kill", sandbox_id)
-            if ended:
-                await self._confirm(sandbox_id)
-        return bool(ended)
+            ended = await within(KILL_SECONDS, self._control.kill(sandbox_id), "kill", sandbox_id)
+        if ended:
+            await self._confirm(sandbox_id)
+        return ended
 
     async def _confirm(self, sandbox_id: str) -> None:
         """Until it is really gone: an acknowledged kill is not always one that happened."""
@@ -239,16 +226,21 @@ class E2BProvider:
         delay = 0.05
         while True:
             try:
-                await self._detail(sandbox_id)
-            except errors.SandboxNotFoundError:
-                return
+                with mapped(sandbox_id):
+                    if not await self._call(self._control.exists(sandbox_id), "get", sandbox_id):
+                        return
+                    if delay >= 0.4:  # not just a moment's lag: ask again
+                        await self._call(self._control.kill(sandbox_id), "kill", sandbox_id)
+                wait = delay
+            except errors.LowtideError as error:
+                # No answer is no reason to forget that the end was acknowledged.
+                wait = max(delay, getattr(error, "retry_after_seconds", None) or 0.0)
+                if not error.retryable or time.monotonic() + wait > deadline:
+                    raise
             if time.monotonic() > deadline:
                 break
-            await asyncio.sleep(delay)
+            await asyncio.sleep(wait)
             delay = min(delay * 2, 1.0)
-            if delay >= 0.4:  # not just a moment's lag: ask again
-                sdk = self._sdk()
-                await self._call(sdk.kill(sandbox_id, **self._access.parameters()), "kill", sandbox_id)
         raise errors.SandboxUnavailableError(
             f"E2B acknowledged the end of {sandbox_id}, but it is still there",
             provider=self.name,
@@ -278,29 +270,24 @@ class E2BProvider:
         """E2B gives it a new lifetime, because a paused one has none; renewal takes over from there."""
         sdk = self._sdk()
         with mapped(sandbox_id):
-            resuming = sdk.connect(sandbox_id, timeout=_DEFAULT_LIFETIME, **self._access.parameters())
+            resuming = sdk.connect(sandbox_id, timeout=creation.DEFAULT_LIFETIME, **self._access.parameters())
             resumed = await within(SNAPSHOT_SECONDS, resuming, "resume", sandbox_id)
         known = self._boxes.get(sandbox_id)
         if known is not None:
-            self._remember(sandbox_id, Box(resumed, known.working_dir, known.user))
+            self._boxes.keep(sandbox_id, Box(resumed, known.working_dir, known.user))
 
     # Commands
 
     async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> ProcessHandle:
-        from lowtide.providers.e2b.process import START_SECONDS, E2BProcess
+        from lowtide.providers.e2b.process import E2BProcess
 
         async def start(box: Box) -> ProcessHandle:
-            return await within(
-                START_SECONDS + 10.0,
-                E2BProcess.start(
-                    box.sdk,
-                    spec,
-                    user=box.user,
-                    working_dir=box.working_dir,
-                    explain=lambda error: self._explained(error, sandbox_id),
-                ),
-                "start a command",
-                sandbox_id,
+            return await E2BProcess.start(
+                box.sdk,
+                spec,
+                user=box.user,
+                working_dir=box.working_dir,
+                explain=lambda error: self._explained(error, sandbox_id),
             )
 
         async with self._inside(sandbox_id):
@@ -433,7 +420,7 @@ class E2BProvider:
         try:
             return await self.get(sandbox_id)
         except errors.SandboxNotFoundError as error:
-            raise _gone(sandbox_id) from error
+            raise gone(sandbox_id) from error
 
     async def _box(self, sandbox_id: str, *, anew: bool = False) -> Box:
         known = self._boxes.get(sandbox_id)
@@ -442,15 +429,10 @@ class E2BProvider:
         try:
             detail = await self._detail(sandbox_id)
         except errors.SandboxNotFoundError as error:
-            raise _gone(sandbox_id) from error
-        box = _box_of(self._sdk(), detail, self._access.parameters())
-        self._remember(sandbox_id, box)
+            raise gone(sandbox_id) from error
+        box = Box.of(self._sdk(), detail, self._access.parameters())
+        self._boxes.keep(sandbox_id, box)
         return box
-
-    def _remember(self, sandbox_id: str, box: Box) -> None:
-        self._boxes[sandbox_id] = box
-        while len(self._boxes) > _KNOWN_BOXES:
-            self._boxes.popitem(last=False)
 
     @contextlib.asynccontextmanager
     async def _inside(self, sandbox_id: str) -> AsyncIterator[None]:
@@ -471,8 +453,8 @@ class E2BProvider:
         try:
             info = await self.get(sandbox_id)
         except errors.SandboxNotFoundError:
-            self._boxes.pop(sandbox_id, None)
-            return error if isinstance(error, errors.SandboxGone) else _gone(sandbox_id)
+            self._boxes.drop(sandbox_id)
+            return error if isinstance(error, errors.SandboxGone) else gone(sandbox_id)
         except errors.LowtideError:
             return error
         if info.state is SandboxState.PAUSED:
@@ -485,87 +467,8 @@ class E2BProvider:
         if isinstance(error, errors.SandboxUnavailableError):
             return error
         if sandbox_id in self._fresh:  # E2B answers a create when it runs: what does not by then, never will
-            return _failed(sandbox_id)
+            return failed(sandbox_id)
         return errors.SandboxUnavailableError(str(error), provider=self.name, sandbox_id=sandbox_id)
-
-
-def _create_arguments(spec: SandboxSpec, options: E2BOptions, template: str | None) -> dict[str, Any]:
-    """What E2B is asked for. Raises ValidationError for what it could only refuse."""
-    metadata = {str(key): str(value) for key, value in options.metadata.items()}
-    reserved = next((key for key in metadata if key.startswith(LABEL_PREFIX)), None)
-    if reserved is not None:
-        raise errors.ValidationError(
-            f"metadata {reserved!r} begins with {LABEL_PREFIX!r}, which is lowtide's own",
-            argument="metadata",
-            provider="e2b",
-        )
-    if spec.snapshot is not None and options.template is not None:
-        raise errors.ValidationError(
-            "a sandbox starts from a snapshot or from a template", argument="template", provider="e2b"
-        )
-    metadata.update(spec.labels.as_dict())
-    if spec.working_dir is not None:
-        metadata[_WORKING_DIR] = spec.working_dir
-    if options.user is not None:
-        metadata[_USER] = options.user
-    asked: dict[str, Any] = {
-        "template": spec.snapshot or options.template or template,
-        "timeout": max(1, math.ceil(spec.lifetime_seconds or _DEFAULT_LIFETIME)),
-        "metadata": metadata,
-        "envs": dict(spec.environment),
-        **_network(spec, options),
-    }
-    if options.on_timeout == "pause":
-        asked["lifecycle"] = {"on_timeout": "pause", "auto_resume": options.auto_resume}
-    elif options.auto_resume:
-        raise errors.ValidationError(
-            'auto_resume needs on_timeout="pause"', argument="auto_resume", provider="e2b"
-        )
-    if options.volumes:
-        asked["volume_mounts"] = dict(options.volumes)
-    if options.mcp is not None:
-        asked["mcp"] = dict(options.mcp)
-    return asked
-
-
-def _network(spec: SandboxSpec, options: E2BOptions) -> dict[str, Any]:
-    if spec.network is None:
-        return {"network": dict(options.network)} if options.network is not None else {}
-    if options.network is not None:
-        raise errors.ValidationError(
-            "network is given twice: as lowtide's and as E2B's own", argument="network", provider="e2b"
-        )
-    if spec.network.mode is NetworkMode.NONE:
-        return {"allow_internet_access": False}
-    if spec.network.mode is NetworkMode.ALLOW:
-        return {"network": {"allow_out": [*spec.network.allow], "deny_out": [_ANYWHERE]}}
-    return {"allow_internet_access": True}
-
-
-def _options(spec: SandboxSpec) -> E2BOptions:
-    if spec.options is None:
-        return E2BOptions()
-    if not isinstance(spec.options, E2BOptions):
-        raise errors.ValidationError(
-            f"options for e2b are E2BOptions, not {type(spec.options).__name__}", argument="provider_options"
-        )
-    return spec.options
-
-
-def _with_key(sdk: type[AsyncSandbox], key: str) -> dict[str, Any]:
-    """The idempotency key, as an argument or, for an SDK that has none yet, as the header it becomes."""
-    if "idempotency_key" in _arguments_of(sdk.create):
-        return {"idempotency_key": key}
-    return {"headers": {"Idempotency-Key": key}}
-
-
-def _without_retries(sdk: type[AsyncSandbox]) -> dict[str, Any]:
-    return {"retries": 0} if "idempotency_key" in _arguments_of(sdk.create) else {}
-
-
-def _arguments_of(function: Any) -> tuple[str, ...]:
-    code = getattr(function, "__func__", function).__code__
-    return tuple(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
 
 
 def _was_cut(error: BaseException) -> bool:
@@ -574,64 +477,6 @@ def _was_cut(error: BaseException) -> bool:
 
     return isinstance(error.__cause__, httpx.TransportError) and not isinstance(
         error.__cause__, httpx.ConnectError | httpx.TimeoutException
-    )
-
-
-def _box_of(sdk: type[AsyncSandbox], detail: Any, parameters: dict[str, Any]) -> Box:
-    """The SDK's object for one that exists, without the side effects of its ``connect``."""
-    from e2b.connection_config import ConnectionConfig
-    from packaging.version import Version
-
-    token = detail.envd_access_token if isinstance(detail.envd_access_token, str) else None
-    headers = {"E2b-Sandbox-Id": detail.sandbox_id, "E2b-Sandbox-Port": str(ConnectionConfig.envd_port)}
-    if token is not None:
-        headers["X-Access-Token"] = token
-    metadata = _metadata(detail)
-    return Box(
-        sdk(
-            sandbox_id=detail.sandbox_id,
-            sandbox_domain=detail.domain if isinstance(detail.domain, str) else None,
-            envd_version=Version(detail.envd_version),
-            envd_access_token=token,
-            traffic_access_token=None,
-            connection_config=ConnectionConfig(extra_sandbox_headers=headers, **parameters),
-        ),
-        metadata.get(_WORKING_DIR),
-        metadata.get(_USER),
-    )
-
-
-def _info(found: Any) -> SandboxInfo:
-    paused = str(getattr(found.state, "value", found.state)) == "paused"
-    return SandboxInfo(
-        sandbox_id=found.sandbox_id,
-        state=SandboxState.PAUSED if paused else SandboxState.RUNNING,
-        labels=_metadata(found),
-        created_at=found.started_at,
-        expires_at=None if paused else found.end_at,
-    )
-
-
-def _metadata(found: Any) -> dict[str, str]:
-    given = found.metadata
-    if isinstance(given, dict):
-        return dict(given)
-    kept = getattr(given, "additional_properties", None)
-    return dict(kept) if isinstance(kept, dict) else {}
-
-
-def _failed(sandbox_id: str) -> errors.SandboxFailedError:
-    return errors.SandboxFailedError(
-        f"sandbox {sandbox_id} exists but does not run",
-        reason="not running",
-        provider="e2b",
-        sandbox_id=sandbox_id,
-    )
-
-
-def _gone(sandbox_id: str) -> errors.SandboxGone:
-    return errors.SandboxGone(
-        f"sandbox {sandbox_id} has ended", reason="ended", provider="e2b", sandbox_id=sandbox_id
     )
 
 

@@ -1,0 +1,74 @@
+"""The control plane's plain requests: end a sandbox, ask whether it is there, ask what it is.
+
+They go over the SDK's own connections, but not through its HTTP client, which is made anew for every
+call: ending is two requests (the end, and the look whether it happened), and both are on the way of
+everybody who waits for an end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lowtide.providers.e2b.access import Access
+
+_GONE = 404
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """As much of an answer as the SDK's own reading of errors needs."""
+
+    status_code: int
+    content: bytes
+    headers: Any
+
+
+class Control:
+    """One account's control plane. Raises what the SDK raises."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._headers: dict[str, str] | None = None
+        self._base = ""
+        self._pool: dict[str, Any] = {}
+
+    async def kill(self, sandbox_id: str) -> bool:
+        """True when it was acknowledged, False when there was nothing to end."""
+        return await self._ask("DELETE", sandbox_id)
+
+    async def exists(self, sandbox_id: str) -> bool:
+        return await self._ask("GET", sandbox_id)
+
+    async def _ask(self, method: str, sandbox_id: str) -> bool:
+        from e2b.api import handle_api_exception
+
+        res = await self._send(method, f"/sandboxes/{sandbox_id}")
+        if res.status_code == _GONE:
+            return False
+        if res.status_code >= 300:
+            raise handle_api_exception(res)
+        return True
+
+    async def _send(self, method: str, path: str) -> _Answer:
+        from e2b.api.client_async import get_pyqwest_transport
+        from pyqwest import Client
+
+        headers = self._headers or self._prepare()
+        # From the SDK's table each time: it has new connections after a fork, and after the last `aclose`.
+        client = Client(get_pyqwest_transport(**self._pool))
+        answer = await client.execute(method, self._base + path, headers)
+        return _Answer(answer.status, bytes(answer.content), answer.headers)
+
+    def _prepare(self) -> dict[str, str]:
+        from e2b.api import proxy_to_config
+        from e2b.api.metadata import default_headers
+        from e2b.connection_config import ConnectionConfig
+
+        config = ConnectionConfig(**self._access.parameters())
+        self._base = config.api_url.rstrip("/")
+        self._pool = {"proxy": proxy_to_config(config.proxy)}
+        if hasattr(config, "http_version"):
+            self._pool["http_version"] = config.http_version
+        self._headers = {**default_headers, **(config.headers or {}), "X-API-KEY": self._access.api_key}
+        return self._headers
