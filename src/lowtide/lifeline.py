@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from lowtide import validate
 from lowtide.command import in_background
 from lowtide.defaults import SandboxDefaults
-from lowtide.errors import LowtideError, SandboxError, SandboxGone, SandboxNotFoundError, SessionClosedError
+from lowtide.errors import (
+    LowtideError,
+    RequestTimeoutError,
+    SandboxError,
+    SandboxGone,
+    SandboxNotFoundError,
+    SessionClosedError,
+)
 from lowtide.lifecycle.lease import EndReport, Keep, Lease, LeaseState, Outcome
 from lowtide.operation import generation
 from lowtide.providers import registry
 from lowtide.providers.base import Provider, SandboxInfo, SandboxSpec, SandboxState
+
+T = TypeVar("T")
 
 _ENDED = (Outcome.DESTROYED, Outcome.STOPPED, Outcome.ALREADY_GONE)
 
@@ -36,6 +46,8 @@ class Lifeline:
         self.session_closed = False
         self.working_dir: str | None = None
         """Where commands start, once somebody had to know."""
+        self.asked = False
+        """Somebody called start: that counts at once, though the engine may take it up a moment later."""
         self._given = provider
         self._provider = provider
         self._is_ready = False
@@ -54,7 +66,7 @@ class Lifeline:
 
     @property
     def begun(self) -> bool:
-        return self._starting is not None or self.info is not None
+        return self.asked or self._starting is not None or self.info is not None
 
     @property
     def context(self) -> dict[str, Any]:
@@ -103,6 +115,20 @@ class Lifeline:
             await asyncio.shield(self._readying)
         self._check_open()
         return provider, self.info.sandbox_id
+
+    async def use(
+        self, work: Callable[[Provider, str], Awaitable[T]], timeout_seconds: float | None = None
+    ) -> T:
+        """Do something there, once commands can run."""
+        provider, sandbox_id = await self.ready()
+        if timeout_seconds is None:
+            return await work(provider, sandbox_id)
+        try:
+            return await asyncio.wait_for(work(provider, sandbox_id), timeout_seconds)
+        except TimeoutError as error:
+            if isinstance(error, LowtideError):
+                raise
+            raise RequestTimeoutError(f"not done after {timeout_seconds} seconds", **self.context) from error
 
     async def refresh(self) -> SandboxState:
         """Ask the provider what it is now."""

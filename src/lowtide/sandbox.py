@@ -3,42 +3,38 @@
 from __future__ import annotations
 
 import builtins
-import os
 import sys
-from collections.abc import AsyncIterable, Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from lowtide import validate
+from lowtide import leaving, validate
 from lowtide.defaults import SandboxDefaults, SandboxOptions, resolve
-from lowtide.errors import LowtideError, RequestTimeoutError, SandboxError
 from lowtide.operation import Operation, generation
+from lowtide.sandbox_files import SandboxFiles
 
 if TYPE_CHECKING:
     from datetime import datetime
     from types import TracebackType
     from typing import Unpack
 
-    from lowtide.files import Transfer
     from lowtide.lifecycle.lease import EndReport, Lease, Owner
     from lowtide.process import Process, TerminalSession
     from lowtide.providers.base import (
         Capability,
         CodeResult,
-        FileEntry,
         Provider,
         SandboxInfo,
         SandboxState,
         Url,
     )
     from lowtide.session import Session
-    from lowtide.stream import StreamReader
 
 T = TypeVar("T")
 
 MAX_OUTPUT_BYTES = 256 << 20
 
 
-class Sandbox:
+class Sandbox(SandboxFiles):
     """A place to run commands in. `Sandbox.run()` starts one; leaving its ``with`` block ends it.
 
     ``Sandbox(...)`` is an unstarted handle that starts on ``with``, ``await``, `start` or its first
@@ -221,6 +217,7 @@ class Sandbox:
     def start(self) -> Operation[None]:
         """Start it, if it is not yet. Done when the provider has accepted it."""
         self._life.connect()
+        self._life.asked = True
         return Operation.start(self._life.accepted())
 
     def wait(self, timeout: float | None = None) -> Self:
@@ -256,14 +253,12 @@ class Sandbox:
         """
         if snapshot_on_stop and self._life.begun:
             self._require("SNAPSHOT", "snapshot_on_stop")
-        return Operation.start(self._stop(graceful_shutdown_seconds, snapshot_on_stop))
+        return Operation.start(
+            self._end(grace_seconds=graceful_shutdown_seconds, snapshot_on_stop=snapshot_on_stop)
+        )
 
-    async def _stop(self, grace_seconds: float, snapshot_on_stop: bool) -> EndReport:
-        report = await self._life.end(grace_seconds=grace_seconds, snapshot_on_stop=snapshot_on_stop)
-        failure = could_not_end(report)
-        if failure is not None:
-            raise failure
-        return report
+    async def _end(self, **how: Any) -> EndReport:
+        return leaving.ended(await self._life.end(**how))
 
     # Running.
 
@@ -389,100 +384,6 @@ class Sandbox:
         self._require("PORTS", "url")
         return self._call(lambda provider, sandbox_id: provider.url(sandbox_id, port))  # type: ignore[attr-defined]
 
-    # Files. Paths are absolute, or relative to the working directory.
-
-    def read_file(self, path: str, *, timeout_seconds: float | None = None) -> Operation[bytes]:
-        """The whole file. SandboxFileNotFoundError and its family."""
-        from lowtide import files
-
-        return self._file_call(path, files.read, timeout_seconds)
-
-    def write_file(
-        self, path: str, data: bytes | str, *, mode: int | None = None, timeout_seconds: float | None = None
-    ) -> Operation[None]:
-        """Replace the file, making parent directories."""
-        from lowtide import files
-
-        content = validate.content("data", data)
-        return self._file_call(
-            path, lambda p, i, where: files.write(p, i, where, content, mode), timeout_seconds
-        )
-
-    def read_file_streaming(self, path: str) -> StreamReader[bytes]:
-        """The file in chunks, whatever its size. Closing the reader ends the transfer."""
-        from lowtide import files
-
-        validate.text("path", path)
-        return files.reader(self._life, path)
-
-    def write_file_streaming(
-        self,
-        path: str,
-        data: bytes | Iterable[bytes] | AsyncIterable[bytes],
-        *,
-        size: int | None = None,
-        mode: int | None = None,
-    ) -> Operation[int]:
-        """Write chunks as they come; returns the number of bytes. An iterable is read in a worker thread."""
-        from lowtide import files
-
-        chunks = files.chunks_of(data)
-        return self._file_call(path, lambda p, i, where: files.write_chunks(p, i, where, chunks, size, mode))
-
-    def upload(self, local: str | os.PathLike[str], remote: str) -> Operation[Transfer]:
-        """Copy a file, or a whole directory, into the sandbox; the size is verified.
-
-        A directory's content becomes the content of `remote`.
-        """
-        from lowtide import files
-
-        source = files.local_source(local)
-        return self._file_call(
-            remote, lambda p, i, where: files.upload(p, i, source, where), argument="remote"
-        )
-
-    def download(self, remote: str, local: str | os.PathLike[str]) -> Operation[Transfer]:
-        """Copy a file, or a whole directory, out of the sandbox; the size is verified.
-
-        What a directory holds is not trusted: links that lead out of it, devices and the like are
-        left out, and named in ``Transfer.skipped``.
-        """
-        from lowtide import files
-
-        target = os.path.abspath(local)
-        return self._file_call(
-            remote, lambda p, i, where: files.download(p, i, where, target), argument="remote"
-        )
-
-    def list_dir(self, path: str = ".") -> Operation[Sequence[FileEntry]]:
-        """What a directory holds, sorted by name; links are not followed."""
-        from lowtide import files
-
-        return self._file_call(path, files.list_dir)
-
-    def make_dir(self, path: str) -> Operation[None]:
-        """With parents; silent when it is already a directory."""
-        from lowtide import files
-
-        return self._file_call(path, files.make_dir)
-
-    def remove(self, path: str, *, recursive: bool = False) -> Operation[None]:
-        """A file, a link or an empty directory; with `recursive`, whatever it is and holds."""
-        from lowtide import files
-
-        return self._file_call(path, lambda p, i, where: files.remove(p, i, where, recursive))
-
-    def exists(self, path: str) -> Operation[bool]:
-        from lowtide import files
-
-        return self._file_call(path, files.exists)
-
-    def stat(self, path: str) -> Operation[FileEntry]:
-        """A link is described itself, not what it points to."""
-        from lowtide import files
-
-        return self._file_call(path, files.stat)
-
     # Both kinds of ``with``.
 
     def __enter__(self) -> Self:
@@ -500,12 +401,7 @@ class Sandbox:
     ) -> None:
         if self._born != generation():
             return  # a forked child leaves its parent's block; the sandbox is the parent's
-        ending = Operation.start(self._life.end(failed=is_failure(error)))
-        try:
-            failure: Exception | None = could_not_end(ending.result())
-        except Exception as problem:
-            failure = problem
-        report_failure(failure, error)
+        leaving.leave(Operation.start(self._end(failed=leaving.is_failure(error))), error)
 
     async def __aenter__(self) -> Self:
         try:
@@ -520,17 +416,9 @@ class Sandbox:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        import asyncio
-
         if self._born != generation():
             return
-        ending = Operation.start(self._life.end(failed=is_failure(error)))
-        try:
-            # Shielded: whoever cancels this block does not want to leave the sandbox behind.
-            failure: Exception | None = could_not_end(await asyncio.shield(ending))
-        except Exception as problem:
-            failure = problem
-        report_failure(failure, error)
+        await leaving.leave_async(Operation.start(self._end(failed=leaving.is_failure(error))), error)
 
     def __await__(self) -> Generator[Any, None, Self]:
         """Wait until commands can run."""
@@ -546,48 +434,6 @@ class Sandbox:
         self._life.connect()
         return Operation.start(self._life.ready())
 
-    def _call(
-        self, work: Callable[[Provider, str], Awaitable[T]], timeout_seconds: float | None = None
-    ) -> Operation[T]:
-        self._life.connect()
-        return Operation.start(self._run_there(work, timeout_seconds))
-
-    async def _run_there(
-        self, work: Callable[[Provider, str], Awaitable[T]], timeout_seconds: float | None
-    ) -> T:
-        import asyncio
-
-        provider, sandbox_id = await self._life.ready()
-        if timeout_seconds is None:
-            return await work(provider, sandbox_id)
-        try:
-            return await asyncio.wait_for(work(provider, sandbox_id), timeout_seconds)
-        except TimeoutError as error:
-            if isinstance(error, LowtideError):
-                raise
-            raise RequestTimeoutError(
-                f"not done after {timeout_seconds} seconds", provider=provider.name, sandbox_id=sandbox_id
-            ) from error
-
-    def _file_call(
-        self,
-        path: str,
-        work: Callable[[Provider, str, str], Awaitable[T]],
-        timeout_seconds: float | None = None,
-        *,
-        argument: str = "path",
-    ) -> Operation[T]:
-        from lowtide import files
-
-        validate.text(argument, path)
-
-        async def there(provider: Provider, sandbox_id: str) -> T:
-            return await work(
-                provider, sandbox_id, await files.absolute(self._life, provider, sandbox_id, path)
-            )
-
-        return self._call(there, timeout_seconds)
-
     def _require(self, capability: str, argument: str) -> None:
         from lowtide import capabilities
         from lowtide.providers.base import Capability
@@ -597,41 +443,6 @@ class Sandbox:
 
 
 _SHELL = ("/bin/sh", "-c", "command -v bash >/dev/null 2>&1 && exec bash -i; exec sh -i")
-
-
-def is_failure(error: BaseException | None) -> bool:
-    """Whether a block that was left this way failed, as ``keep="on-failure"`` means it."""
-    if isinstance(error, SystemExit):
-        return error.code not in (None, 0)
-    return error is not None and not isinstance(error, GeneratorExit)
-
-
-def could_not_end(report: EndReport) -> LowtideError | None:
-    """The error to raise for a report that says so."""
-    from lowtide.lifecycle.lease import Outcome
-
-    if report.outcome is not Outcome.FAILED:
-        return None
-    if isinstance(report.error, LowtideError):
-        return report.error
-    failure = SandboxError(
-        f"sandbox {report.sandbox_id} could not be ended: {report.why or report.error}; it stays in the ledger "
-        "and is tried again",
-        provider=report.provider,
-        sandbox_id=report.sandbox_id,
-        retryable=True,
-    )
-    failure.__cause__ = report.error
-    return failure
-
-
-def report_failure(failure: Exception | None, error: BaseException | None) -> None:
-    """Raise what went wrong at the end of a block, but never in place of what went wrong inside it."""
-    if failure is None:
-        return
-    if error is None:
-        raise failure
-    error.add_note(f"lowtide: and at the end of the block: {type(failure).__name__}: {failure}")
 
 
 def in_event_loop() -> bool:

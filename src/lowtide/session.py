@@ -8,11 +8,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+from lowtide import leaving
 from lowtide.defaults import SandboxDefaults, SandboxOptions, explicit, resolve
 from lowtide.errors import CleanupError, LowtideError, SandboxError, SessionClosedError, ValidationError
 from lowtide.lifecycle.lease import EndReport, new_lease_id
 from lowtide.operation import Operation, generation
-from lowtide.sandbox import Sandbox, could_not_end, in_event_loop, is_failure, report_failure
+from lowtide.sandbox import Sandbox, in_event_loop
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -131,13 +132,7 @@ class Session:
     ) -> None:
         if self._born != generation():
             return  # a forked child leaves its parent's block
-        closing = Operation.start(self._close(failed=is_failure(error)))
-        failure: Exception | None = None
-        try:
-            closing.result()
-        except Exception as problem:
-            failure = problem
-        report_failure(failure, error)
+        leaving.leave(Operation.start(self._close(failed=leaving.is_failure(error))), error)
 
     async def __aenter__(self) -> Self:
         self._check_open()
@@ -148,14 +143,7 @@ class Session:
     ) -> None:
         if self._born != generation():
             return
-        closing = Operation.start(self._close(failed=is_failure(error)))
-        failure: Exception | None = None
-        try:
-            # Shielded: whoever cancels this block does not want to leave the sandboxes behind.
-            await asyncio.shield(closing)
-        except Exception as problem:
-            failure = problem
-        report_failure(failure, error)
+        await leaving.leave_async(Operation.start(self._close(failed=leaving.is_failure(error))), error)
 
     def __repr__(self) -> str:
         return f"<Session {self.session_id} {'closed' if self._closed else 'open'} sandboxes={self.sandbox_count}>"
@@ -198,10 +186,7 @@ class Session:
         return reports
 
     async def _end(self, sandbox: Sandbox, failed: bool) -> EndReport:
-        report = await sandbox._life.end(failed=failed)
-        failure = could_not_end(report)
-        if failure is not None:
-            raise failure
+        report = await sandbox._end(failed=failed)
         self._forget(sandbox)
         return report
 

@@ -1,0 +1,141 @@
+"""The file methods of a sandbox. Paths are absolute, or relative to its working directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from lowtide import validate
+from lowtide.operation import Operation
+
+if TYPE_CHECKING:
+    from lowtide.files import Transfer
+    from lowtide.lifeline import Lifeline
+    from lowtide.providers.base import FileEntry, Provider
+    from lowtide.stream import StreamReader
+
+T = TypeVar("T")
+
+
+class SandboxFiles:
+    """What a `Sandbox` does with files: each method starts an operation on the sandbox's lifeline."""
+
+    _life: Lifeline
+
+    def read_file(self, path: str, *, timeout_seconds: float | None = None) -> Operation[bytes]:
+        """The whole file. SandboxFileNotFoundError and its family."""
+        from lowtide import files
+
+        return self._file_call(path, files.read, timeout_seconds)
+
+    def write_file(
+        self, path: str, data: bytes | str, *, mode: int | None = None, timeout_seconds: float | None = None
+    ) -> Operation[None]:
+        """Replace the file, making parent directories."""
+        from lowtide import files
+
+        content = validate.content("data", data)
+        return self._file_call(
+            path, lambda p, i, where: files.write(p, i, where, content, mode), timeout_seconds
+        )
+
+    def read_file_streaming(self, path: str) -> StreamReader[bytes]:
+        """The file in chunks, whatever its size. Closing the reader ends the transfer."""
+        from lowtide import files
+
+        validate.text("path", path)
+        return files.reader(self._life, path)
+
+    def write_file_streaming(
+        self,
+        path: str,
+        data: bytes | Iterable[bytes] | AsyncIterable[bytes],
+        *,
+        size: int | None = None,
+        mode: int | None = None,
+    ) -> Operation[int]:
+        """Write chunks as they come; returns the number of bytes. An iterable is read in a worker thread."""
+        from lowtide import files
+
+        chunks = files.chunks_of(data)
+        return self._file_call(path, lambda p, i, where: files.write_chunks(p, i, where, chunks, size, mode))
+
+    def upload(self, local: str | os.PathLike[str], remote: str) -> Operation[Transfer]:
+        """Copy a file, or a whole directory, into the sandbox; the size is verified.
+
+        A directory's content becomes the content of `remote`.
+        """
+        from lowtide import files
+
+        source = files.local_source(local)
+        return self._file_call(
+            remote, lambda p, i, where: files.upload(p, i, source, where), argument="remote"
+        )
+
+    def download(self, remote: str, local: str | os.PathLike[str]) -> Operation[Transfer]:
+        """Copy a file, or a whole directory, out of the sandbox; the size is verified.
+
+        What a directory holds is not trusted: links that lead out of it, devices and the like are
+        left out, and named in ``Transfer.skipped``.
+        """
+        from lowtide import files
+
+        target = os.path.abspath(local)
+        return self._file_call(
+            remote, lambda p, i, where: files.download(p, i, where, target), argument="remote"
+        )
+
+    def list_dir(self, path: str = ".") -> Operation[Sequence[FileEntry]]:
+        """What a directory holds, sorted by name; links are not followed."""
+        from lowtide import files
+
+        return self._file_call(path, files.list_dir)
+
+    def make_dir(self, path: str) -> Operation[None]:
+        """With parents; silent when it is already a directory."""
+        from lowtide import files
+
+        return self._file_call(path, files.make_dir)
+
+    def remove(self, path: str, *, recursive: bool = False) -> Operation[None]:
+        """A file, a link or an empty directory; with `recursive`, whatever it is and holds."""
+        from lowtide import files
+
+        return self._file_call(path, lambda p, i, where: files.remove(p, i, where, recursive))
+
+    def exists(self, path: str) -> Operation[bool]:
+        from lowtide import files
+
+        return self._file_call(path, files.exists)
+
+    def stat(self, path: str) -> Operation[FileEntry]:
+        """A link is described itself, not what it points to."""
+        from lowtide import files
+
+        return self._file_call(path, files.stat)
+
+    def _call(
+        self, work: Callable[[Provider, str], Awaitable[T]], timeout_seconds: float | None = None
+    ) -> Operation[T]:
+        self._life.connect()
+        return Operation.start(self._life.use(work, timeout_seconds))
+
+    def _file_call(
+        self,
+        path: str,
+        work: Callable[[Provider, str, str], Awaitable[T]],
+        timeout_seconds: float | None = None,
+        *,
+        argument: str = "path",
+    ) -> Operation[T]:
+        from lowtide import files
+
+        validate.text(argument, path)
+
+        async def there(provider: Provider, sandbox_id: str) -> T:
+            return await work(
+                provider, sandbox_id, await files.absolute(self._life, provider, sandbox_id, path)
+            )
+
+        return self._call(there, timeout_seconds)
