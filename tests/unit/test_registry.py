@@ -76,3 +76,11 @@ def test_a_provider_that_cannot_be_loaded_says_what_to_install(monkeypatch: pyte
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(ValidationError, match=r"known are .*docker.*local"):
         registry.provider("nowhere")
+
+
+def test_a_provider_whose_packages_are_absent_is_not_installed() -> None:
+    there = registry.Entry("m", "C", "x", "s", packages=("json", "click"))
+    assert there.installed
+    assert not there._replace(packages=("json", "no_such_package")).installed
+    for entry in registry.known().values():
+        assert bool(entry.packages) == (entry.extra is not None)

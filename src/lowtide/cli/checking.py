@@ -127,8 +127,13 @@ def _provider(name: str, *, tried: bool) -> Iterator[Finding]:
     except AttributeError as error:
         yield Finding(about=name, name="installed", ok=False, why=str(error), vital=tried)
         return
+    entry = registry.known()[name]
+    if not entry.installed:
+        why = f"{entry.summary}; not all of what it needs is here"
+        yield Finding(about=name, name="installed", ok=False, why=why, fix=entry.install, vital=tried)
+        return
     hint = "" if tried else f" (`lowtide doctor --provider {name}` tries it)"
-    yield Finding(about=name, name="installed", ok=True, why=registry.known()[name].summary + hint)
+    yield Finding(about=name, name="installed", ok=True, why=entry.summary + hint)
     yield from _own_checks(name)
     if not tried:
         return

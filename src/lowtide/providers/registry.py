@@ -30,6 +30,15 @@ class Entry(NamedTuple):
     summary: str
     environment: tuple[str, ...] = ()
     """Prefixes of the variables that decide what `connect` connects to."""
+    packages: tuple[str, ...] = ()
+    """What it imports when it is used, and the extra installs."""
+
+    @property
+    def installed(self) -> bool:
+        """Whether what it imports when it is used is there. Imports nothing."""
+        from importlib.util import find_spec
+
+        return all(find_spec(package) is not None for package in self.packages)
 
     @property
     def install(self) -> str | None:
@@ -40,7 +49,12 @@ class Entry(NamedTuple):
 _BUILT_IN: dict[str, Entry] = {
     "local": Entry("lowtide.providers.local", "LocalProvider", None, "Linux namespaces on this machine"),
     "docker": Entry(
-        "lowtide.providers.docker", "DockerProvider", "docker", "containers of a Docker engine", ("DOCKER_",)
+        "lowtide.providers.docker",
+        "DockerProvider",
+        "docker",
+        "containers of a Docker engine",
+        ("DOCKER_",),
+        ("aiodocker", "aiohttp"),
     ),
     "kubernetes": Entry(
         "lowtide.providers.kubernetes",
@@ -48,10 +62,16 @@ _BUILT_IN: dict[str, Entry] = {
         "kubernetes",
         "pods of a Kubernetes cluster",
         ("KUBE",),
+        ("kubernetes_asyncio", "aiohttp", "yaml"),
     ),
-    "e2b": Entry("lowtide.providers.e2b", "E2BProvider", "e2b", "E2B's hosted microVMs", ("E2B_",)),
+    "e2b": Entry("lowtide.providers.e2b", "E2BProvider", "e2b", "E2B's hosted microVMs", ("E2B_",), ("e2b",)),
     "daytona": Entry(
-        "lowtide.providers.daytona", "DaytonaProvider", "daytona", "Daytona's hosted sandboxes", ("DAYTONA_",)
+        "lowtide.providers.daytona",
+        "DaytonaProvider",
+        "daytona",
+        "Daytona's hosted sandboxes",
+        ("DAYTONA_",),
+        ("daytona",),
     ),
 }
 

@@ -23,7 +23,7 @@ def command(*, as_json: bool) -> None:
     for name, entry in sorted(registry.known().items(), key=lambda item: (item[0] != default, item[0])):
         try:
             capabilities = sorted(str(one) for one in registry.provider_class(name).capabilities)
-            missing = None
+            missing = None if entry.installed else entry.install
         except (LowtideError, AttributeError) as error:
             capabilities, missing = [], entry.install or str(error)
         found.append(
