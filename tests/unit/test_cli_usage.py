@@ -68,6 +68,7 @@ def test_an_unknown_command_is_one_line_with_the_nearest_one(cli: Cli) -> None: 
     ("arguments", "words"),
     [
         (["run"], "--help"),
+        (["run", "--memroy", "1Gi", "--", "true"], "--memory"),
         (["run", "--timeout", "soon", "--", "true"], "90s, 15m"),
         (["run", "--keep", "sometimes", "--", "true"], "on-failure"),
         (["run", "--env", "LOWTIDE_NO_SUCH_VARIABLE", "--", "true"], "is not set here"),

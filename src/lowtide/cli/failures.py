@@ -67,7 +67,7 @@ def _next_step(error: errors.LowtideError) -> str:
     match error:
         case errors.UnsupportedError(alternative=str(alternative)):
             return one_line(alternative)
-        case errors.MissingDependencyError(install=str(install)):
+        case errors.MissingDependencyError(install=str(install)) if install not in str(error):
             return f"run `{install}`"
         case errors.SandboxNotFoundError():
             return "`lowtide ls` shows what exists"

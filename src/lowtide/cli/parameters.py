@@ -30,8 +30,8 @@ tag_option = click.option(
     "--tag", "tags", multiple=True, metavar="T", help="Only with this tag; may be repeated (all must match)."
 )
 
-COMMAND_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-"""For commands that end in CMD…: its options are not ours, with or without `--`."""
+COMMAND_SETTINGS = {"allow_interspersed_args": False}
+"""For commands that end in CMD…: from its first word on, options are its own, with or without `--`."""
 
 _KEEP = click.Choice(["never", "on-failure", "always"])
 
