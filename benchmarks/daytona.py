@@ -1,8 +1,8 @@
 """Daytona, side by side with its own async SDK on the same emulator: python -m benchmarks.daytona [--json FILE].
 
-Every row is a ratio within one run: lowtide against the raw async SDK. A raw life is
-create, one exec, delete, as people write it; the stricter raw life also asks for its delete to be
-confirmed, which lowtide always does.
+Every row is a ratio within one run: lowtide against the raw async SDK, both with one event loop for all
+of it and both starting the same program. A raw life is create, one exec, delete, as people write it; the
+stricter raw life also asks for its delete to be confirmed, which lowtide always does.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from benchmarks import machine, page, state
 from benchmarks.measure import Comparison, interleave, timed
 
 LIFE_LIMIT, CROWD_LIMIT, ENDING_MS = 1.05, 1.05, 1500.0
+PROGRAM = "/bin/echo"
 
 
 def main() -> None:
@@ -48,19 +49,19 @@ def main() -> None:
 
 
 def measured(served: Any, given: argparse.Namespace) -> list[Comparison]:
-    raw = Raw()
+    raw, mine = Raw(), Ours()
     rows = []
     try:
-        ours, theirs = interleave(lambda: timed(life), lambda: timed(raw.life), samples=given.samples)
+        ours, theirs = interleave(lambda: timed(mine.life), lambda: timed(raw.life), samples=given.samples)
         rows.append(_row("life", "create, exec, delete", ours, theirs, LIFE_LIMIT))
         ours, theirs = interleave(
-            lambda: timed(life), lambda: timed(lambda: raw.life(confirm=True)), samples=given.samples
+            lambda: timed(mine.life), lambda: timed(lambda: raw.life(confirm=True)), samples=given.samples
         )
         rows.append(
             _row("confirmed", "create, exec, delete", ours, theirs, LIFE_LIMIT, "that waits for its delete")
         )
         ours, theirs = interleave(
-            lambda: timed(lambda: crowd(given.crowd)),
+            lambda: timed(lambda: mine.crowd(given.crowd)),
             lambda: timed(lambda: raw.crowd(given.crowd)),
             samples=given.rounds,
             warm_up=1,
@@ -71,6 +72,7 @@ def measured(served: Any, given: argparse.Namespace) -> list[Comparison]:
         rows.append(ending(served, given.ending, given.rounds))
     finally:
         raw.close()
+        mine.close()
     return rows
 
 
@@ -89,27 +91,29 @@ def _row(
     )
 
 
-def life() -> None:
-    from lowtide import Sandbox
+class Ours:
+    """The same through lowtide."""
 
-    async def one() -> None:
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+
+    def life(self) -> None:
+        self._loop.run_until_complete(self._life())
+
+    def crowd(self, count: int) -> None:
+        async def all_of_them() -> None:
+            await asyncio.gather(*(self._life() for _ in range(count)))
+
+        self._loop.run_until_complete(all_of_them())
+
+    async def _life(self) -> None:
+        from lowtide import Sandbox
+
         async with Sandbox.run(provider="daytona") as box:
-            assert (await box.exec(["echo", "hi"])).stdout == "hi\n"
+            assert (await box.exec([PROGRAM, "hi"])).stdout == "hi\n"
 
-    asyncio.run(one())
-
-
-def crowd(count: int) -> None:
-    from lowtide import Sandbox
-
-    async def one() -> None:
-        async with Sandbox.run(provider="daytona") as box:
-            assert (await box.exec(["echo", "hi"])).stdout == "hi\n"
-
-    async def all_of_them() -> None:
-        await asyncio.gather(*(one() for _ in range(count)))
-
-    asyncio.run(all_of_them())
+    def close(self) -> None:
+        self._loop.close()
 
 
 def ending(served: Any, count: int, rounds: int) -> Comparison:
@@ -166,7 +170,7 @@ class Raw:
 
     async def _life(self, confirm: bool) -> None:
         box = await self._sdk.create()
-        assert (await box.process.exec("echo hi")).result == "hi\n"
+        assert (await box.process.exec(f"{PROGRAM} hi")).result == "hi\n"
         await box.delete(wait=confirm)
 
     def close(self) -> None:

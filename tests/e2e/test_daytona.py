@@ -83,15 +83,70 @@ def creates(emulator: Handle) -> int:
 # Once, and all of it
 
 
-def test_a_command_whose_start_is_not_answered_runs_once(emulator: Handle) -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_command_whose_answer_is_lost_is_sent_again_and_runs_once(emulator: Handle, count: int) -> None:
     with Sandbox.run(provider="daytona") as box:
         box.exec(["true"]).result(ANSWER)
-        fault = emulator.faults.add("exec-dropped", seconds=0.2, match={"operation": "session-exec"})
+        fault = emulator.faults.add(
+            "exec-dropped", seconds=0.1, count=count, match={"operation": "execute", "sandbox_id": _id(box)}
+        )
         result = box.exec(["sh", "-c", "echo x >> /tmp/count; echo out; echo err >&2; exit 4"]).result(ANSWER)
+        assert emulator.faults.hits(fault) == count
+        assert (result.returncode, result.stdout, result.stderr) == (4, "out\n", "err\n")
+        time.sleep(0.5)  # were it started again, it would have run by now
+        assert box.read_file("/tmp/count").result(ANSWER) == b"x\n"
+
+
+def test_a_long_command_whose_answer_is_lost_is_followed_and_runs_once(emulator: Handle) -> None:
+    with Sandbox.run(provider="daytona") as box:
+        box.exec(["true"]).result(ANSWER)
+        match = {"operation": "execute", "sandbox_id": _id(box)}
+        fault = emulator.faults.add("exec-dropped", seconds=0.0, count=2, match=match)
+        script = "echo x >> /tmp/count; echo out; sleep 1; echo err >&2; exit 4"
+        result = box.exec(["sh", "-c", script]).result(ANSWER)
+        assert emulator.faults.hits(fault) == 2
+        assert (result.returncode, result.stdout, result.stderr) == (4, "out\n", "err\n")
+        assert box.read_file("/tmp/count").result(ANSWER) == b"x\n"
+
+
+def test_a_command_with_input_whose_start_is_not_answered_runs_once(emulator: Handle) -> None:
+    with Sandbox.run(provider="daytona") as box:
+        box.exec(["true"], stdin=b"").result(ANSWER)
+        fault = emulator.faults.add("exec-dropped", seconds=0.2, match={"operation": "session-exec"})
+        script = "echo x >> /tmp/count; cat; echo err >&2; exit 4"
+        result = box.exec(["sh", "-c", script], stdin=b"out\n").result(ANSWER)
         assert emulator.faults.hits(fault) == 1
         assert (result.returncode, result.stdout, result.stderr) == (4, "out\n", "err\n")
         time.sleep(0.5)  # were it sent again, it would have run by now
         assert box.read_file("/tmp/count").result(ANSWER) == b"x\n"
+
+
+def test_a_short_command_is_one_call_and_leaves_next_to_nothing(emulator: Handle) -> None:
+    with Sandbox.run(provider="daytona") as box:
+        box.start().result(ANSWER)
+        for n in range(20):
+            assert box.exec(["echo", str(n)]).result(ANSWER).stdout == f"{n}\n"
+        mine = [call["operation"] for call in emulator.calls() if call.get("sandbox_id") == box.sandbox_id]
+        assert mine.count("execute") == 20
+        assert "create-session" not in mine
+        left = box.exec(["sh", "-c", "ls -d /tmp/.lowtide-*.a | wc -l"]).result(ANSWER).stdout
+        assert int(left) <= 1
+
+
+def test_output_is_told_while_a_command_goes_on(emulator: Handle) -> None:
+    with Sandbox.run(provider="daytona") as box:
+        process = box.exec(["sh", "-c", "echo one; while [ ! -e /tmp/go ]; do sleep 0.05; done; echo two"])
+        said = iter(process.stdout)
+        assert next(said) == "one\n"
+        assert process.poll() is None
+        box.write_file("/tmp/go", b"").result(ANSWER)
+        assert next(said) == "two\n"
+        assert process.result(ANSWER).returncode == 0
+
+
+def _id(box: Sandbox) -> str:
+    assert box.sandbox_id is not None
+    return box.sandbox_id
 
 
 def test_output_is_whole_and_the_command_runs_once_when_its_log_breaks(
@@ -173,7 +228,7 @@ def test_sessions_are_used_again_and_do_not_pile_up(emulator: Handle) -> None:
     with Sandbox.run(provider="daytona") as box:
         before = len(emulator.calls("create-session"))
         for n in range(12):
-            assert box.exec(["echo", str(n)]).result(ANSWER).stdout == f"{n}\n"
+            assert box.exec(["cat"], stdin=str(n)).result(ANSWER).stdout == str(n)
         assert len(emulator.calls("create-session")) - before <= 3
 
 

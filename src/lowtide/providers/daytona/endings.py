@@ -14,16 +14,16 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from lowtide import errors
+from lowtide.providers.daytona import asking
+from lowtide.providers.daytona.asking import CALL_SECONDS
 from lowtide.providers.daytona.deadline import within
 from lowtide.providers.daytona.failures import mapped, status_of, translated
-from lowtide.providers.daytona.states import word
 
 if TYPE_CHECKING:
     from daytona import AsyncDaytona
 
 log = logging.getLogger("lowtide.daytona")
 
-CALL_SECONDS = 20.0
 BUSY_SECONDS = 30.0
 """How long another change of the sandbox's state may keep a delete waiting."""
 CONFIRM_SECONDS = 20.0
@@ -37,8 +37,7 @@ async def delete(sdk: AsyncDaytona, sandbox_id: str) -> bool:
     delay = 0.05
     while True:
         try:
-            deleting = api.delete_sandbox(sandbox_id, _request_timeout=CALL_SECONDS)
-            answer = await within(CALL_SECONDS + 1.0, deleting, "delete", sandbox_id)
+            became = await asking.delete(api, sandbox_id)
         except errors.LowtideError:
             raise
         except Exception as error:
@@ -54,7 +53,7 @@ async def delete(sdk: AsyncDaytona, sandbox_id: str) -> bool:
                 raise found from error
             log.info("sandbox %s: not deleted yet: %s", sandbox_id, error)
         else:
-            if answer is None or word(answer) != "destroyed":
+            if became != "destroyed":
                 await _confirmed(api, sandbox_id)
             return True
         if await _is_gone(api, sandbox_id, ending=True):
@@ -67,8 +66,7 @@ async def delete(sdk: AsyncDaytona, sandbox_id: str) -> bool:
 async def _confirmed(api: Any, sandbox_id: str) -> None:
     """An accepted delete is not always one that happened: one that is not under way is asked for again."""
     deadline = time.monotonic() + CONFIRM_SECONDS
-    delay = 0.015
-    await asyncio.sleep(delay)  # it was just said not to be gone yet
+    delay = 0.005
     while not await _is_gone(api, sandbox_id):
         if time.monotonic() > deadline:
             raise errors.SandboxUnavailableError(
@@ -80,15 +78,13 @@ async def _confirmed(api: Any, sandbox_id: str) -> None:
         delay = min(delay * 1.6, 1.0)
         if delay > 0.3 and not await _is_gone(api, sandbox_id, ending=True):
             with contextlib.suppress(Exception):
-                again = api.delete_sandbox(sandbox_id, _request_timeout=CALL_SECONDS)
-                await within(CALL_SECONDS, again, "delete", sandbox_id)
+                await asking.delete(api, sandbox_id)
 
 
 async def _is_gone(api: Any, sandbox_id: str, *, ending: bool = False) -> bool:
     """By id. With `ending`, one that is being destroyed counts too."""
     try:
-        asking = api.get_sandbox(sandbox_id, _request_timeout=CALL_SECONDS)
-        found = await within(CALL_SECONDS + 1.0, asking, "get", sandbox_id)
+        found = await asking.state(api, sandbox_id)
     except errors.LowtideError:
         raise
     except Exception as error:
@@ -98,7 +94,7 @@ async def _is_gone(api: Any, sandbox_id: str, *, ending: bool = False) -> bool:
         if meant is None:
             raise
         raise meant from error
-    return word(found) in (("destroyed", "destroying") if ending else ("destroyed",))
+    return found in (("destroyed", "destroying") if ending else ("destroyed",))
 
 
 async def _stopped_instead(api: Any, sandbox_id: str, refusal: Exception) -> bool:

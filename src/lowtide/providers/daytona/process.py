@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from lowtide import errors
-from lowtide.providers.base import STDERR, STDOUT, ProcessSpec, TerminalSize
-from lowtide.providers.daytona import script
+from lowtide.providers.base import STDERR, STDOUT, ProcessHandle, ProcessSpec, TerminalSize
+from lowtide.providers.daytona import once, script
 from lowtide.providers.daytona.deadline import failure_of, within
 from lowtide.providers.daytona.failures import status_of, translated, was_cut
 from lowtide.providers.daytona.lines import EncodedStream
@@ -86,6 +86,7 @@ class DaytonaProcess:
         stdin: bool,
         explain: Explain,
         otherwise: str | None = None,
+        leader: int | None = None,
     ) -> None:
         self._box, self._sessions, self._session, self._command_id = box, sessions, session, command_id
         self._otherwise = otherwise
@@ -97,6 +98,8 @@ class DaytonaProcess:
         self._code: asyncio.Future[int] = loop.create_future()
         self._code.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         self._led: asyncio.Future[int] = loop.create_future()
+        if leader is not None:
+            self._led.set_result(leader)
         self._streams = {STDOUT: EncodedStream(wrapping.mark), STDERR: EncodedStream(wrapping.mark)}
         self._input_open, self._frames = stdin, 0
         self._feeding = asyncio.Lock()
@@ -111,39 +114,37 @@ class DaytonaProcess:
         *,
         working_dir: str | None,
         explain: Explain,
-    ) -> DaytonaProcess:
-        """Returns when the daemon has started it, once. Raises what the SDK raises."""
+    ) -> ProcessHandle:
+        """Returns when it has been started, once, or has already ended. Raises what the SDK raises."""
         wrapping = script.Wrapping()
+        if sessions.calls.usable and once.fits(spec):
+            try:
+                ran = await once.run(box, sessions.calls, wrapping, spec, working_dir)
+            except once.NothingRan as error:
+                log.info("sandbox %s: commands go through sessions: %s", box.id, error)
+                sessions.calls.usable = False
+                sessions.has_perl = sessions.has_perl and not isinstance(error, once.NoPerl)
+            else:
+                inside = Inside(box, wrapping.tag, explain)
+                if isinstance(ran, once.Ended):
+                    return once.EndedProcess(ran, inside.terminate)
+                try:
+                    session, command_id = await _in_session(box, sessions, ran.follow)
+                except BaseException:  # it runs, and nobody would ever hear of it
+                    sessions.watch(asyncio.ensure_future(inside.terminate(0.0)))
+                    raise
+                return cls(
+                    *(box, sessions, session, command_id),
+                    wrapping=wrapping,
+                    stdin=False,
+                    explain=explain,
+                    leader=ran.leader,
+                )
         pumped = sessions.has_perl
         command = (wrapping.pumped if pumped else wrapping.command)(spec, working_dir)
-        session = await sessions.take()
-        try:
-            command_id = await _started(box, session, command)
-        except Exception as error:
-            found = translated(error, box.id)
-            status = status_of(error)
-            if found is None or not (was_cut(found) or status in (404, 409, 410)):
-                sessions.end_soon(session)
-                raise
-            # Nobody knows whether it runs. The session does: it has the command, or it is ended, and
-            # then a request that comes late finds nothing to start it in.
-            known = None if status in (404, 410) else await _appeared(box, session)
-            if known is not None:
-                log.info("sandbox %s: the answer to a start was lost; found the command again", box.id)
-                command_id = known
-            else:
-                await sessions.end(session)
-                session = await sessions.take()
-                command_id = await _started(box, session, command)
-        except asyncio.CancelledError:
-            sessions.end_soon(session)
-            raise
-        session.commands.add(command_id)
+        session, command_id = await _in_session(box, sessions, command)
         return cls(
-            box,
-            sessions,
-            session,
-            command_id,
+            *(box, sessions, session, command_id),
             wrapping=wrapping,
             stdin=spec.stdin,
             explain=explain,
@@ -368,6 +369,34 @@ class DaytonaProcess:
                     raise meant from failure
                 await asyncio.sleep(delay)
                 delay *= 2
+
+
+async def _in_session(box: AsyncSandbox, sessions: Sessions, command: str) -> tuple[Session, str]:
+    """A session with the command in it, once, and the command's id there."""
+    session = await sessions.take()
+    try:
+        command_id = await _started(box, session, command)
+    except Exception as error:
+        found = translated(error, box.id)
+        status = status_of(error)
+        if found is None or not (was_cut(found) or status in (404, 409, 410)):
+            sessions.end_soon(session)
+            raise
+        # Nobody knows whether it runs. The session does: it has the command, or it is ended, and
+        # then a request that comes late finds nothing to start it in.
+        known = None if status in (404, 410) else await _appeared(box, session)
+        if known is not None:
+            log.info("sandbox %s: the answer to a start was lost; found the command again", box.id)
+            command_id = known
+        else:
+            await sessions.end(session)
+            session = await sessions.take()
+            command_id = await _started(box, session, command)
+    except asyncio.CancelledError:
+        sessions.end_soon(session)
+        raise
+    session.commands.add(command_id)
+    return session, command_id
 
 
 async def _started(box: AsyncSandbox, session: Session, command: str) -> str:

@@ -143,7 +143,7 @@ class DaytonaProvider:
             log.info("lease %s: the answer to create was lost; found %s", spec.lease_id, found.sandbox_id)
             return found
         info = states.info(made)
-        self._remember(made, spec.working_dir).sessions.prepare()
+        self._remember(made, spec.working_dir)
         self._fresh[info.sandbox_id] = info
         return info
 

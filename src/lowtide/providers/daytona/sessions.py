@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lowtide.providers.daytona.deadline import let_go, within
+from lowtide.providers.daytona.once import Calls
 
 if TYPE_CHECKING:
     from daytona import AsyncSandbox
@@ -37,6 +38,7 @@ class Sessions:
 
     def __init__(self, box: AsyncSandbox) -> None:
         self._box = box
+        self.calls = Calls()
         self.has_perl = True
         """Until a command shows otherwise."""
         self._idle: list[Session] = []
