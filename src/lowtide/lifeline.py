@@ -69,6 +69,11 @@ class Lifeline:
         return self.asked or self._starting is not None or self.info is not None
 
     @property
+    def is_accepted(self) -> bool:
+        """Whether the provider has taken it, so that nobody has to wait for that any more."""
+        return self.info is not None and self.report is None and self._generation == generation()
+
+    @property
     def context(self) -> dict[str, Any]:
         return {"provider": self.provider_name, "sandbox_id": self.sandbox_id}
 

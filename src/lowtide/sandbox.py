@@ -388,7 +388,8 @@ class Sandbox(SandboxFiles):
 
     def __enter__(self) -> Self:
         try:
-            self.start().result()
+            if not self._life.is_accepted:
+                self.start().result()
         except Exception:
             raise
         except BaseException:  # Ctrl+C: __exit__ will not be called
@@ -405,7 +406,8 @@ class Sandbox(SandboxFiles):
 
     async def __aenter__(self) -> Self:
         try:
-            await self.start()
+            if not self._life.is_accepted:
+                await self.start()
         except Exception:
             raise
         except BaseException:  # cancelled: __aexit__ will not be called

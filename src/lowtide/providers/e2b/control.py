@@ -69,6 +69,8 @@ class Control:
         self._base = config.api_url.rstrip("/")
         self._pool = {"proxy": proxy_to_config(config.proxy)}
         if hasattr(config, "http_version"):
-            self._pool["http_version"] = config.http_version
+            # Without the SDK's own retries of connecting, which cost more than the request: an end that
+            # could not be asked for is asked for again by whoever wants it.
+            self._pool |= {"http_version": config.http_version, "retry_connect": False}
         self._headers = {**default_headers, **(config.headers or {}), "X-API-KEY": self._access.api_key}
         return self._headers
