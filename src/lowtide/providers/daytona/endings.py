@@ -36,6 +36,7 @@ async def delete(sdk: AsyncDaytona, sandbox_id: str) -> bool:
     deadline = time.monotonic() + BUSY_SECONDS
     delay = 0.05
     while True:
+        began = time.monotonic()
         try:
             became = await asking.delete(api, sandbox_id)
         except errors.LowtideError:
@@ -54,7 +55,7 @@ async def delete(sdk: AsyncDaytona, sandbox_id: str) -> bool:
             log.info("sandbox %s: not deleted yet: %s", sandbox_id, error)
         else:
             if became != "destroyed":
-                await _confirmed(api, sandbox_id)
+                await _confirmed(api, sandbox_id, time.monotonic() - began)
             return True
         if await _is_gone(api, sandbox_id, ending=True):
             await _confirmed(api, sandbox_id)
@@ -63,10 +64,14 @@ async def delete(sdk: AsyncDaytona, sandbox_id: str) -> bool:
         delay = min(delay * 2, 2.0)
 
 
-async def _confirmed(api: Any, sandbox_id: str) -> None:
-    """An accepted delete is not always one that happened: one that is not under way is asked for again."""
+async def _confirmed(api: Any, sandbox_id: str, answered_in: float = 0.03) -> None:
+    """An accepted delete is not always one that happened: one that is not under way is asked for again.
+
+    `answered_in`: how long a call takes here. Asking much more often than that tells nothing sooner.
+    """
     deadline = time.monotonic() + CONFIRM_SECONDS
-    delay = 0.005
+    delay = min(max(answered_in / 2, 0.001), 0.05)
+    await asyncio.sleep(delay)  # it was just said not to be gone yet
     while not await _is_gone(api, sandbox_id):
         if time.monotonic() > deadline:
             raise errors.SandboxUnavailableError(

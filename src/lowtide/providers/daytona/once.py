@@ -160,18 +160,20 @@ async def _asked(box: AsyncSandbox, text: str) -> tuple[str, int]:
 
 def _text(path: str, wrapping: Wrapping, spec: ProcessSpec, working_dir: str | None, drop: list[str]) -> str:
     variables = [f"{name}={value}" for name, value in spec.environment.items()]
-    given = (
-        *(path, wrapping.mark, str(wrapping.tag), spec.cwd or "", working_dir or ""),
+    before = (path, wrapping.mark, str(wrapping.tag))
+    after = (
+        *(spec.cwd or "", working_dir or ""),
         *(str(len(drop)), *drop),
         *(str(len(variables)), *variables),
         *spec.argv,
     )
-    return f"PERL_BADLANG=0 perl -e {_program()} {' '.join(map(quoted, given))}"
+    words = (*map(quoted, before), _program("again"), _program("follow"), *map(quoted, after))
+    return f"PERL_BADLANG=0 perl -e {_program('once')} {' '.join(words)}"
 
 
 @cache
-def _program() -> str:
-    lines = (Path(__file__).parent / "once.pl").read_text().splitlines()
+def _program(name: str) -> str:
+    lines = (Path(__file__).parent / f"{name}.pl").read_text().splitlines()
     kept = (re.sub(r"\s+#.*", "", line.strip()) for line in lines if not line.lstrip().startswith("#"))
     return quoted("\n".join(line for line in kept if line))
 
