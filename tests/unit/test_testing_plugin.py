@@ -107,3 +107,19 @@ def test_modules():
 """
     )
     assert done.returncode == 0, done.stdout
+
+
+SUITE = """
+from lowtide.testing import conformance as suite
+globals().update(suite.tests(suite.ProviderUnderTest(name="{name}")))
+"""
+
+
+@pytest.mark.parametrize("name", ["local", "kubernetes"])
+def test_the_suite_of_a_provider_has_what_it_declares_or_the_refusal(run_pytest, name: str) -> None:  # type: ignore[no-untyped-def]
+    done = run_pytest(SUITE.format(name=name), "--collect-only", "--strict-markers", "-p", "no:timeout")
+    assert done.returncode == 0, done.stdout
+    assert "::test_exit_code_is_the_commands_own" in done.stdout
+    assert ("::test_pause_and_resume_keep_files" in done.stdout) == (name == "local")
+    assert ("refused_before_anything_is_created[pause]" in done.stdout) == (name == "kubernetes")
+    assert "refused_before_anything_is_created[stdin]" not in done.stdout

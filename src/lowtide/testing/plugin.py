@@ -52,6 +52,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "lowtide_requires(*capabilities): skipped on a provider that does not declare them"
     )
+    # What the conformance suite is marked with, for runs with --strict-markers.
+    config.addinivalue_line("markers", "slow: takes more than ten seconds")
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which is not here")
     config.stash[_starts] = []
     config.stash[_leaks] = []
     if config.getini("lowtide_leaks") not in ("error", "warn", "off"):
