@@ -43,6 +43,32 @@ async def test_a_row_comes_back_as_it_was_written(ledger: SqliteLedger) -> None:
     assert await ledger.get(row.lease_id) == row
 
 
+async def test_rows_of_the_same_moment_go_to_the_disk_together(ledger: SqliteLedger) -> None:
+    commits: list[str] = []
+    ledger._db.set_trace_callback(lambda text: commits.append(text) if text == "COMMIT" else None)
+    rows = [lease(ledger) for _ in range(50)]
+    await asyncio.gather(*(ledger.intend(row) for row in rows))
+    assert len(commits) <= 3
+    assert {row.lease_id for row in rows} == {row.lease_id for row in await ledger.leases()}
+
+
+async def test_a_row_that_cannot_be_written_keeps_no_other_from_it(ledger: SqliteLedger) -> None:
+    rows = [lease(ledger) for _ in range(5)]
+    await ledger.intend(rows[2])
+    results = await asyncio.gather(*(ledger.intend(row) for row in rows), return_exceptions=True)
+    assert [isinstance(result, LedgerError) for result in results] == [False, False, True, False, False]
+    assert {row.lease_id for row in rows} == {row.lease_id for row in await ledger.leases()}
+
+
+async def test_a_row_given_up_before_it_was_written_is_not_written(ledger: SqliteLedger) -> None:
+    rows = [lease(ledger) for _ in range(3)]
+    writing = [asyncio.ensure_future(ledger.intend(row)) for row in rows]
+    await asyncio.sleep(0)
+    writing[1].cancel()
+    await asyncio.wait(writing)
+    assert {row.lease_id for row in await ledger.leases()} == {rows[0].lease_id, rows[2].lease_id}
+
+
 async def test_change_happens_only_from_the_expected_state_and_owner(ledger: SqliteLedger) -> None:
     row = lease(ledger)
     await ledger.intend(row)

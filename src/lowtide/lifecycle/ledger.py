@@ -15,10 +15,13 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from lowtide.errors import LedgerError
 from lowtide.lifecycle.lease import Keep, Lease, LeaseState, Owner
+
+if TYPE_CHECKING:
+    import asyncio
 
 T = TypeVar("T")
 
@@ -149,6 +152,8 @@ class SqliteLedger:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._pid = os.getpid()
+        self._intended: list[tuple[Lease, asyncio.Future[None]]] = []
+        self._intending: asyncio.Task[None] | None = None
         try:
             self._db = sqlite3.connect(path, timeout=0.02, isolation_level=None, check_same_thread=False)
             os.chmod(path, 0o600)
@@ -190,11 +195,48 @@ class SqliteLedger:
         return str(meta["ledger_id"])
 
     async def intend(self, lease: Lease, *, durable: bool = True) -> None:
-        def work() -> None:
-            self._db.execute(_INSERT, _to_row(lease))
-            self._remember(lease.lease_id, None, lease.state, lease.reason or "")
+        if not durable:
+            await self._write(lambda: self._insert(lease))
+            return
+        # What comes in the same moment goes to the disk together: the wait for it is per write, not per row.
+        import asyncio
 
-        await self._write(work, durable=durable)
+        loop = asyncio.get_running_loop()
+        written: asyncio.Future[None] = loop.create_future()
+        self._intended.append((lease, written))
+        if self._intending is None or self._intending.done() or self._intending.get_loop() is not loop:
+            self._intending = loop.create_task(self._write_intended())
+        await written
+
+    async def _write_intended(self) -> None:
+        while self._intended:
+            batch, self._intended = self._intended, []
+            try:
+                await self._write_together(batch)
+            except LedgerError as error:
+                for one in batch:  # one that cannot be written is no reason not to write the others
+                    try:
+                        if len(batch) == 1 or error.retryable:
+                            raise error
+                        await self._write_together([one])
+                    except LedgerError as problem:
+                        if not one[1].done():
+                            one[1].set_exception(problem)
+            except BaseException:
+                for _, written in batch:
+                    written.cancel()
+                raise
+
+    async def _write_together(self, batch: list[tuple[Lease, asyncio.Future[None]]]) -> None:
+        def work() -> None:
+            for lease, written in batch:
+                if not written.done():  # else it was given up
+                    self._insert(lease)
+
+        await self._write(work, durable=True)
+        for _, written in batch:
+            if not written.done():
+                written.set_result(None)
 
     async def change(
         self,
@@ -311,6 +353,10 @@ class SqliteLedger:
     def _get(self, lease_id: str) -> Lease | None:
         row = self._db.execute(f"{_SELECT} WHERE lease_id=?", (lease_id,)).fetchone()
         return _from_row(row, self.ledger_id) if row else None
+
+    def _insert(self, lease: Lease) -> None:
+        self._db.execute(_INSERT, _to_row(lease))
+        self._remember(lease.lease_id, None, lease.state, lease.reason or "")
 
     def _put(self, before: Lease, after: Lease) -> None:
         """Write the columns that differ."""
