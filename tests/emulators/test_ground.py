@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import os
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 
 import lowtide.emulators
+from lowtide.emulators.backing import Backing, destroy_all, local_provider
 from lowtide.emulators.ground import Settings
 from lowtide.emulators.handle import Handle
 from lowtide.errors import ValidationError
@@ -245,7 +247,30 @@ def test_emulate_prints_what_to_export_and_ends_on_ctrl_c(tmp_path: Path) -> Non
 
 
 def test_creates_under_way_at_the_end_leave_nothing(tmp_path: Path) -> None:
+    async def end_amid_creates() -> tuple[bool, list[str]]:
+        backing = Backing(tmp_path, limit=20)
+        creating = [asyncio.ensure_future(backing.create()) for _ in range(6)]
+        while backing.count < 6:
+            await asyncio.sleep(0)
+        assert not any(one.done() for one in creating)  # asked for, and none of them there yet
+        nothing_left = await backing.aclose()
+        await asyncio.wait(creating)
+        made = [one.exception() for one in creating]  # seen: their sandboxes were ended under them
+        assert len(made) == 6
+        later = local_provider(tmp_path)
+        try:
+            return nothing_left, [info.sandbox_id async for info in later.list({})]
+        finally:
+            await later.aclose()
 
+    try:
+        assert asyncio.run(end_amid_creates()) == (True, [])
+        assert processes_with(str(tmp_path)) == []
+    finally:
+        assert asyncio.run(destroy_all(tmp_path))
+
+
+def test_an_emulator_that_ends_while_it_is_asked_for_sandboxes_leaves_nothing(tmp_path: Path) -> None:
     sdk = pytest.importorskip("e2b")
     handle = lowtide.emulators.start("e2b", home=tmp_path, plain=True)
     options: dict[str, Any] = {**options_of(handle), "retries": 0}
