@@ -44,6 +44,7 @@ class Lifeline:
         self.report: EndReport | None = None
         self.session: str | None = None
         self.session_closed = False
+        self.kept_until = lease.kept_until if lease is not None else None
         self.working_dir: str | None = None
         """Where commands start, once somebody had to know."""
         self.asked = False
@@ -184,6 +185,9 @@ class Lifeline:
             await asyncio.wait({starting})
         if starting is not None and not starting.cancelled():
             starting.exception()  # seen: that it was ended while it was being created is our own doing
+        if report.outcome in (Outcome.KEPT, Outcome.STOPPED) and report.sandbox_id is not None:
+            kept = await lifecycle().lease_for(provider, report.sandbox_id)
+            self.kept_until = kept.kept_until if kept is not None else None
         self._remember(report)
         return report
 

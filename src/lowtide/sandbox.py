@@ -197,7 +197,8 @@ class Sandbox(SandboxFiles):
 
     @property
     def kept_until(self) -> datetime | None:
-        return _moment(self._life.lease.kept_until) if self._life.lease is not None else None
+        """Until when it is kept, for one that outlived its end."""
+        return _moment(self._life.kept_until)
 
     @property
     def owner(self) -> Owner | None:

@@ -32,7 +32,7 @@ def command(*, timeout: float | None, stdin: bool, tty: bool, cmd: tuple[str, ..
     the sandbox at once.
 
     \b
-    Example: lowtide run --memory 512Mi --env TOKEN -- python3 job.py
+    Example: lowtide run --memory 512Mi --env TOKEN --stdin -- python3 - < job.py
     """
     from lowtide.cli.running import run_in_new_sandbox
 

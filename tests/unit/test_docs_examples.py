@@ -1,0 +1,67 @@
+"""The pages keep their word: every Python example on them runs, and the API page leaves nothing out."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lowtide
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ("api.md", "local.md", "quickstart.md", "what-if-my-process-dies.md")
+
+
+def _examples() -> list[object]:
+    found = []
+    for page in PAGES:
+        blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.S)
+        found += [pytest.param(block, id=f"{page}-{number}") for number, block in enumerate(blocks, 1)]
+    return found
+
+
+@pytest.mark.parametrize("program", _examples())
+def test_the_example_runs(program: str, tmp_path: Path) -> None:
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def _public() -> list[str]:
+    held = (
+        lowtide.Sandbox,
+        lowtide.Session,
+        lowtide.Process,
+        lowtide.TerminalSession,
+        lowtide.Operation,
+        lowtide.StreamWriter,
+        lowtide.SandboxDefaults,
+    )
+    names = {name for cls in held for name in dir(cls) if not name.startswith("_")}
+    for record in (
+        lowtide.EndReport,
+        lowtide.Transfer,
+        lowtide.FileEntry,
+        lowtide.Url,
+        lowtide.CodeResult,
+        lowtide.SandboxDefaults,
+    ):
+        names |= {field.name for field in dataclasses.fields(record)}
+    return sorted(names | set(lowtide.__all__))
+
+
+@pytest.mark.parametrize("name", _public())
+def test_the_api_page_names_it(name: str) -> None:
+    assert re.search(rf"(?<!\w){name}(?!\w)", (DOCS / "api.md").read_text())
