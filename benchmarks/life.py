@@ -8,6 +8,9 @@ from benchmarks.measure import Comparison, interleave, timed
 from benchmarks.raw import RawBubblewrap, nsenter, run
 from lowtide import Sandbox
 
+PAUSE_SECONDS = 0.05
+"""A life is followed by work in the background: the next sandbox is made ready, the files are removed."""
+
 
 def whole_life(home: Path, samples: int) -> Comparison:
     def ours() -> float:
@@ -26,7 +29,7 @@ def whole_life(home: Path, samples: int) -> Comparison:
         return timed(lambda: run(argv))
 
     try:
-        mine, theirs = interleave(ours, raw, samples=samples)
+        mine, theirs = interleave(ours, raw, samples=samples, pause=PAUSE_SECONDS)
     finally:
         bubblewrap.close()
     return Comparison(

@@ -13,45 +13,34 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import processes
+from benchmarks.life import PAUSE_SECONDS
 from benchmarks.measure import Comparison, interleave, timed
+from benchmarks.no_ledger import no_ledger
 from benchmarks.raw import RawBubblewrap
 from lowtide import Sandbox
-from lowtide.engine import engine
 from lowtide.lifecycle.lease import Lease, LeaseState, Owner, new_lease_id
 from lowtide.lifecycle.ledger import SqliteLedger
 from lowtide.lifecycle.sweep import sweep
 from lowtide.providers import registry
-from lowtide.providers.base import Labels, Network, ProcessSpec, SandboxSpec
 
 
-def ledger_and_guardian(samples: int) -> Comparison:
-    """The same life through the whole product, and through the provider alone with no lease at all."""
-    provider = registry.provider("local")
+def ledger_and_guardian(home: Path, samples: int) -> Comparison:
+    """The same life through the same calls, with its row and its guardian, and with neither."""
 
-    async def bare() -> None:
-        lease_id = new_lease_id()
-        labels = Labels(lease_id=lease_id, ledger_id="none", owner="none")
-        info = await provider.create(SandboxSpec(labels=labels, network=Network()))
-        process = await provider.start_process(info.sandbox_id, ProcessSpec(argv=("true",)))
-        async for _ in process.output():
-            pass
-        await process.wait()
-        await process.aclose()
-        await provider.destroy(info.sandbox_id, grace_seconds=10.0)
+    def life() -> None:
+        sandbox = Sandbox.run(provider="local")
+        sandbox.exec(["true"]).result()
+        sandbox.stop().result()
 
-    def ours() -> float:
-        def life() -> None:
-            sandbox = Sandbox.run(provider="local")
-            sandbox.exec(["true"]).result()
-            sandbox.stop().result()
+    def bare() -> float:
+        with no_ledger(home):
+            return timed(life)
 
-        return timed(life)
-
-    mine, theirs = interleave(ours, lambda: timed(lambda: engine().run(bare())), samples=samples)
+    mine, theirs = interleave(lambda: timed(life), bare, samples=samples, pause=PAUSE_SECONDS)
     return Comparison(
         name="ledger",
         what="run, exec, stop with ledger and guardian",
-        against="create, exec, destroy of the provider alone",
+        against="the same calls with neither",
         limit=1.15,
         unit="ms",
         ours=mine,

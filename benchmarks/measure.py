@@ -56,14 +56,18 @@ class Comparison:
 
 
 def interleave(
-    ours: Callable[[], float], raw: Callable[[], float], *, samples: int, warm_up: int = 3
+    ours: Callable[[], float], raw: Callable[[], float], *, samples: int, warm_up: int = 3, pause: float = 0.0
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Take samples in turn, and in changing order, so that drift of the machine falls on both alike."""
+    """Take samples in turn, and in changing order, so that drift of the machine falls on both alike.
+
+    `pause`: seconds before each, so that what the one does after its sample is no burden on the other's.
+    """
     mine: list[float] = []
     theirs: list[float] = []
     for n in range(-warm_up, samples):
         pair = [(ours, mine), (raw, theirs)]
         for measure, into in pair if n % 2 else reversed(pair):
+            time.sleep(pause)
             value = measure()
             if n >= 0:
                 into.append(value)

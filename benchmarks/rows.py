@@ -46,7 +46,7 @@ def _transfer(home: Path, given: Namespace) -> Comparison:
 def _ledger(home: Path, given: Namespace) -> Comparison:
     from benchmarks import lifecycle
 
-    return lifecycle.ledger_and_guardian(given.samples)
+    return lifecycle.ledger_and_guardian(home, given.samples)
 
 
 def _killed_owner(home: Path, given: Namespace) -> Comparison:

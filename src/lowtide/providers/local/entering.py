@@ -38,13 +38,14 @@ class Known:
         pids: int | None,
         network: bool,
         groups: Sequence[str],
+        porter: Porter | None = None,
     ) -> None:
         self.inner, self.environment, self.working_dir = inner, environment, working_dir
         self.pids, self.network = pids, network
         self.procs = [f"{group}/cgroup.procs" for group in groups]
-        self.flags = _NAMESPACES | (0 if network else _NETWORK)
+        self.flags = _flags(network)
         self.used = 0  # how many commands were started in it from here
-        self.porter: Porter | None = None
+        self.porter = porter
 
 
 class Entrance:
@@ -57,6 +58,8 @@ class Entrance:
 
     def add(self, sandbox_id: str, known: Known) -> None:
         self._known[sandbox_id] = known
+        if known.porter is not None:
+            dismiss_when_idle(known)
 
     def forget(self, sandbox_id: str) -> None:
         known = self._known.pop(sandbox_id, None)
@@ -197,12 +200,12 @@ class Entrance:
         plain = (
             spec.tty is None and spec.user is None and not known.procs and self._workshop.owner is not None
         )
-        if not plain or (known.used == 1 and not client.porter_ready):
+        if not plain or (known.used == 1 and known.porter is None and not client.porter_ready):
             return None
         if known.porter is None:
-            message = {"flags": known.flags, "nproc": self._workshop.nproc(known.pids)}
+            message = porter_message(self._workshop, network=known.network, pids=known.pids)
             known.porter = await client.porter(message, pidfd)
-            _dismiss_when_idle(known, known.used)
+            dismiss_when_idle(known)
         return known.porter
 
     def _pipe(self, *, write_here: bool) -> tuple[int, int]:
@@ -222,20 +225,30 @@ class Entrance:
             self._null = -1
 
 
+def _flags(network: bool) -> int:
+    return _NAMESPACES | (0 if network else _NETWORK)
+
+
+def porter_message(workshop: Workshop, *, network: bool, pids: int | None) -> Message:
+    """What a porter has to know of its sandbox."""
+    return {"flags": _flags(network), "nproc": workshop.nproc(pids)}
+
+
 def _dismiss(known: Known) -> None:
     porter, known.porter = known.porter, None
     if porter is not None:
         porter.close()
 
 
-def _dismiss_when_idle(known: Known, used: int) -> None:
+def dismiss_when_idle(known: Known) -> None:
     """It costs a megabyte or two: not for a sandbox in which nothing happens."""
+    used = known.used
 
     def look() -> None:
         if known.porter is not None and known.used == used and not known.porter.running:
             _dismiss(known)
         elif known.porter is not None:
-            _dismiss_when_idle(known, known.used)
+            dismiss_when_idle(known)
 
     asyncio.get_running_loop().call_later(_PORTER_SECONDS, look)
 

@@ -1,6 +1,7 @@
 /* The first process of a sandbox: says "ready", then waits for ever or becomes the given command. */
 typedef unsigned long ul;
 #if defined(__x86_64__)
+#define NR_read 0
 #define NR_write 1
 #define NR_close 3
 #define NR_execve 59
@@ -15,6 +16,7 @@ static inline long sys(long n, long a, long b, long c, long d) {
 }
 __asm__(".globl _start\n_start: mov %rsp,%rdi\n and $-16,%rsp\n call begin\n");
 #else
+#define NR_read 63
 #define NR_write 64
 #define NR_close 57
 #define NR_execve 221
@@ -33,7 +35,8 @@ __asm__(".globl _start\n_start: mov x0,sp\n bl begin\n");
 #define BLOCK 4
 #define READY 6
 #define SELF 7
-/* argv: NAME idle NPROC | NAME run NPROC PATH COMMAND... ('R' on READY, close-on-exec, 'E' after a failed exec)
+/* argv: NAME idle NPROC | NAME wait NPROC (the same once a byte has come on READY, which is a socket; ends when
+       its other end is closed before) | NAME run NPROC PATH COMMAND... ('R' on READY, close-on-exec, 'E' after a failed exec)
        | NAME exec FILE COMMAND... (no descriptors: FILE is executed as COMMAND...) */
 __attribute__((noreturn, used)) void begin(long *stack) {
   char **argv = (char **)(stack + 1), **envp = argv + stack[0] + 1;
@@ -51,7 +54,8 @@ __attribute__((noreturn, used)) void begin(long *stack) {
   sys(NR_close, SELF, 0, 0, 0);
   sys(NR_close, BLOCK, 0, 0, 0); /* bwrap leaves it open */
   sys(NR_dup3, 1, 2, 0, 0);
-  if (argv[1][0] == 'i') {
+  if (argv[1][0] == 'w' && sys(NR_read, READY, (long)&mark, 1, 0) != 1) sys(NR_exit, 0, 0, 0, 0);
+  if (argv[1][0] == 'i' || argv[1][0] == 'w') {
     sys(NR_close, READY, 0, 0, 0);
     for (;;) sys(NR_ppoll, 0, 0, 0, 0);
   }

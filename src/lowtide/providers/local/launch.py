@@ -1,4 +1,4 @@
-"""Making one sandbox: its directory, its groups and its disk, then its first process."""
+"""Making one sandbox: its directory, its groups and its disk, then its first process; or moving into a room."""
 
 from __future__ import annotations
 
@@ -6,22 +6,51 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
 from lowtide.errors import SandboxFailedError
-from lowtide.providers.base import NetworkMode, SandboxInfo, SandboxSpec, SandboxState
+from lowtide.providers.base import Limits, NetworkMode, SandboxInfo, SandboxSpec, SandboxState
 from lowtide.providers.local import bwrap, cgroups, disk
 from lowtide.providers.local.foundation import Foundation
 from lowtide.providers.local.place import Place, ProcessMark, boot_id
-from lowtide.providers.local.spawner_client import Message, SpawnerClient
+from lowtide.providers.local.spawner_client import Message, Porter, SpawnerClient
 from lowtide.providers.local.waiting import readable
 from lowtide.providers.local.workshop import Workshop
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What two sandboxes have in common when nobody inside can tell one from the other."""
+
+    network: bool
+    working_dir: str
+    environment: Mapping[str, str] = field(repr=False)
+    foundation: Foundation
+
+
+@dataclass(slots=True, kw_only=True)
+class Room:
+    """A sandbox that was made before anybody asked for it. It ends when its leash is closed without a word."""
+
+    shape: Shape
+    place: Place
+    inner: ProcessMark
+    leash: socket.socket
+    porter: Porter | None = None
+
+    def close(self) -> None:
+        self.leash.close()
+        if self.porter is not None:
+            self.porter.close()
+
+
 class Launch:
-    """One create. `make_place` comes first: from then on the sandbox can be found and destroyed."""
+    """One create. `reserve` comes first: from then on the sandbox can be found and destroyed."""
 
     def __init__(
         self,
@@ -39,13 +68,45 @@ class Launch:
         if spec.limits.disk_bytes is not None:
             disk.check(workshop.owner)
 
-    def make_place(self) -> bool:
-        """The directory and what is written in it, before any process runs. False: it is already there."""
-        place, spec, foundation = self.place, self.spec, self.foundation
+    @property
+    def shape(self) -> Shape | None:
+        """None: it is like no other."""
+        spec, foundation = self.spec, self.foundation
+        special = spec.command or spec.snapshot or spec.lifetime_seconds or spec.limits != Limits()
+        # An image could be removed from under a room, for a room is not in the list of its users.
+        if special or foundation.record != {"base": "host"}:
+            return None
+        return Shape(
+            network=self.network,
+            working_dir=self.working_dir,
+            environment=self.environment,
+            foundation=foundation,
+        )
+
+    def reserve(self) -> bool:
+        """Its directory. False: it is already there."""
         try:
-            os.mkdir(place.path, 0o700)
+            os.mkdir(self.place.path, 0o700)
         except FileExistsError:
             return False
+        return True
+
+    def move_in(self, room: Room) -> ProcessMark:
+        """Make a room this sandbox: in one step it has its name, its record and its processes."""
+        self._write_record(room.place)
+        os.rename(room.place.path, self.place.path)
+        # Only now may it outlive this process. It was alive a moment ago; if not any more, the caller sees.
+        with room.leash, contextlib.suppress(OSError):
+            room.leash.send(b"G")
+        return room.inner
+
+    def furnish(self) -> None:
+        """What is written in the directory, before any process runs."""
+        self._write_record(self.place)
+        self.make_trees()
+
+    def _write_record(self, place: Place) -> None:
+        spec = self.spec
         self._now = now = time.time()
         limited = spec.limits.disk_bytes is not None
         record = {
@@ -59,14 +120,18 @@ class Launch:
             "cgroups": [str(group.path) for group in self.groups],
             "pids": spec.limits.pids,
             "disk": self.client.translate(f"{place.path}/disk") if limited else None,
-            "foundation": dict(foundation.record),
+            "foundation": dict(self.foundation.record),
         }
         draft = f"{place.path}/.spec"
         with open(draft, "w") as file:
             json.dump(record, file)
         os.rename(draft, f"{place.path}/spec.json")
-        if not limited:
-            for name in _trees(foundation):
+
+    def make_trees(self) -> None:
+        """The directories its layers are in."""
+        place = self.place
+        if self.spec.limits.disk_bytes is None:
+            for name in _trees(self.foundation):
                 self._own_dir(f"{place.path}/{name}")
             if self.network:
                 self._own_dir(f"{place.path}/root/etc")
@@ -74,7 +139,6 @@ class Launch:
                     file.write(Path("/etc/resolv.conf").read_bytes())
         if self.workshop.owner is not None:
             os.chown(place.path, self.workshop.owner, self.workshop.owner)
-        return True
 
     def info(self) -> SandboxInfo:
         """What `Place.info` reads, for the moment after it was made."""
@@ -92,24 +156,28 @@ class Launch:
         if self.workshop.owner is not None:
             os.chown(path, self.workshop.owner, self.workshop.owner)
 
-    async def run(self) -> ProcessMark:
-        """Everything else. On an exception the caller destroys what is there."""
+    async def run(self, *, leash: tuple[int, int] | None = None) -> ProcessMark:
+        """Everything else. On an exception the caller destroys what is there.
+
+        With a leash, both ends of a connection, it is a room: it ends when nobody holds the first end any more.
+        """
         cgroups.make(self.groups)
         if self.spec.limits.disk_bytes is not None:
             await asyncio.to_thread(disk.make, self.place.path, self.spec.limits.disk_bytes)
         for tree in self.foundation.foreign:
             await self.workshop.stage(tree)
-        ready_r, ready_w = os.pipe()
+        ready_r, ready_w = leash or os.pipe()
         errors_r, errors_w = os.pipe()
-        info_r, info_w = os.pipe()
+        # A file and no pipe: bwrap, killed by a pipe that nobody reads any more, would leave its child waiting.
+        info = os.memfd_create("info", os.MFD_CLOEXEC)
         os.set_blocking(ready_r, False)
         try:
             try:
-                await self.client.create(self._message(), [errors_w, info_w, ready_w])
+                message = self._message(waiting=leash is not None)
+                await self.client.create(message, [errors_w, info, ready_w])
             finally:
                 os.close(ready_w)
                 os.close(errors_w)
-                os.close(info_w)
             said = await _first_words(ready_r, until_end=self.spec.command is not None)
             if said[:1] != b"R":
                 raise self._failure(_drain(errors_r))
@@ -121,7 +189,7 @@ class Launch:
                     reason="command",
                 )
             # bwrap has said who the first process in the namespaces is before it let it run.
-            pid = json.loads(_drain(info_r))["child-pid"]
+            pid = json.loads(os.pread(info, 4096, 0))["child-pid"]
             outer, _ = self.place.processes()
             inner = ProcessMark.child_of(outer, pid) if outer is not None else None
             if inner is None:
@@ -132,9 +200,9 @@ class Launch:
         finally:
             os.close(ready_r)
             os.close(errors_r)
-            os.close(info_r)
+            os.close(info)
 
-    def _message(self) -> Message:
+    def _message(self, *, waiting: bool) -> Message:
         place, spec, foundation, translate = self.place, self.spec, self.foundation, self.client.translate
         top = f"{place.path}/disk" if spec.limits.disk_bytes is not None else str(place.path)
         overlays = [bwrap.Overlay(at="/", lowers=foundation.root, upper=f"{top}/root", work=f"{top}/work")]
@@ -144,7 +212,9 @@ class Launch:
             )
         environment = self.environment
         nproc = str(self.workshop.nproc(spec.limits.pids))
-        command = ["run", nproc, environment["PATH"], *spec.command] if spec.command else ["idle", nproc]
+        command = ["wait" if waiting else "idle", nproc]
+        if spec.command:
+            command = ["run", nproc, environment["PATH"], *spec.command]
         assert self.workshop.bwrap is not None
         return {
             "op": "create",

@@ -25,7 +25,7 @@ from lowtide.providers.base import (
     Traits,
     Url,
 )
-from lowtide.providers.local import destroy, files, idle, pausing, seccomp
+from lowtide.providers.local import destroy, files, idle, pausing, rooms, seccomp
 from lowtide.providers.local.entering import Entrance, Known
 from lowtide.providers.local.images import ImageStore
 from lowtide.providers.local.launch import Launch
@@ -77,6 +77,7 @@ class LocalProvider:
         self._environ["LOWTIDE_HOME"] = str(home)
         self._workshop = Workshop(self.home, self._environ)
         self._entrance = Entrance(self._workshop, self._place)
+        self._rooms = rooms.Rooms(self._workshop)
         self._forwarders: dict[tuple[str, int], tuple[Forwarder, int]] = {}
 
     @property
@@ -119,10 +120,15 @@ class LocalProvider:
         client = await self._workshop.start()
         foundation = await self._workshop.foundation(spec)
         launch = Launch(self._workshop, client, place, spec, foundation)
-        if not launch.make_place():
+        if not launch.reserve():
             return await self.get(spec.lease_id)
         try:
-            inner = await launch.run()
+            room = await self._rooms.take(launch)
+            if room is None:
+                launch.furnish()
+                inner = await launch.run()
+            else:
+                inner = launch.move_in(room)
         except BaseException:
             await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._destroy, place, 0.0))
             raise
@@ -133,6 +139,7 @@ class LocalProvider:
             pids=spec.limits.pids,
             network=launch.network,
             groups=[str(group.path) for group in launch.groups],
+            porter=room.porter if room is not None else None,
         )
         self._entrance.add(place.sandbox_id, known)
         info = launch.info() if inner.start_time else place.info()
@@ -141,8 +148,11 @@ class LocalProvider:
         asyncio.get_running_loop().call_later(_SPARE_SECONDS, self._prepare, client)
         return info
 
-    def _prepare(self, client: SpawnerClient) -> None:
-        if client is self._workshop.client and client.running:
+    def _prepare(self, client: SpawnerClient | None) -> None:
+        """Have something ready for the next create."""
+        if client is None or client is not self._workshop.client or not client.running:
+            return
+        if not self._rooms.prepare():
             preparing = asyncio.ensure_future(client.prepare())
             preparing.add_done_callback(lambda done: done.cancelled() or done.exception())
 
@@ -186,10 +196,9 @@ class LocalProvider:
         self._entrance.forget(sandbox_id)
         for key in [key for key in self._forwarders if key[0] == sandbox_id]:
             self._forwarders.pop(key)[0].close()
-        client = self._workshop.client
-        if client is not None:
-            await client.prepare()  # while the kernel takes this one apart
-        return await destroy.destroy_on_loop(place, self.home / "trash", grace_seconds)
+        ended = await destroy.destroy_on_loop(place, self.home / "trash", grace_seconds)
+        asyncio.get_running_loop().call_later(_SPARE_SECONDS / 10, self._prepare, self._workshop.client)
+        return ended
 
     def _destroy(self, place: Place, grace_seconds: float) -> bool:
         return destroy.destroy(place, self.home / "trash", grace_seconds)
@@ -313,9 +322,16 @@ class LocalProvider:
         for forwarder, _ in self._forwarders.values():
             forwarder.close()
         self._forwarders.clear()
+        await self._rooms.aclose()
         self._workshop.close()
         self._entrance.close()
-        await asyncio.get_running_loop().run_in_executor(None, destroy.wait_removed)
+        await asyncio.to_thread(self._tidy)
+
+    def _tidy(self) -> None:
+        """What killed processes have left of rooms and of sandboxes they were destroying."""
+        rooms.sweep(self.home)
+        destroy.sweep_trash(self.home / "trash")
+        destroy.wait_removed()
 
     def _place(self, sandbox_id: str) -> Place:
         if not valid_id(sandbox_id):

@@ -1,0 +1,203 @@
+"""Rooms: a sandbox like the last ones, made in a quiet moment, so that the next one only has to move in.
+
+A room has no name and no lease. Its first process holds one end of a connection whose other end only this
+process holds, and ends when that is closed: with this process, however it ends, the room goes. What is left
+then is an empty directory, which the next process of this home, or the guardian, removes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import os
+import socket
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+from lowtide import engine
+from lowtide.errors import LowtideError
+from lowtide.providers.base import Labels
+from lowtide.providers.local import destroy
+from lowtide.providers.local.entering import porter_message
+from lowtide.providers.local.launch import Launch, Room
+from lowtide.providers.local.place import Place, ProcessMark, places, start_time
+from lowtide.providers.local.workshop import Workshop
+
+_all: weakref.WeakSet[Rooms] = weakref.WeakSet()
+
+
+class Rooms:
+    """At most one room, for sandboxes like the last two that were made."""
+
+    def __init__(self, workshop: Workshop) -> None:
+        self._workshop = workshop
+        self._last: Launch | None = None
+        self._again = False
+        self._room: Room | None = None
+        self._making: asyncio.Task[None] | None = None
+        self._awaited = False
+        self._leaving: set[asyncio.Future[bool]] = set()
+        _all.add(self)
+
+    async def take(self, launch: Launch) -> Room | None:
+        """The room, when there is one of this shape or soon will be."""
+        shape, last = launch.shape, self._last
+        self._again = shape is not None and last is not None and last.shape == shape
+        self._last = launch
+        if shape is None or not self._again:
+            return None
+        if self._making is not None and not self._awaited:
+            self._awaited = True
+            try:
+                await asyncio.wait([self._making])
+            finally:
+                self._awaited = False
+        room = self._room
+        if room is None or room.shape != shape:
+            return None
+        self._room = None
+        if room.inner.alive():
+            return room
+        self._discard(room)
+        return None
+
+    def prepare(self) -> bool:
+        """Begin to make one. False: what was made last is like no other, or was the first of its kind."""
+        if not self._again or self._last is None:
+            return False
+        shape = self._last.shape
+        if self._making is None and (self._room is None or self._room.shape != shape):
+            room, self._room = self._room, None
+            if room is not None:
+                self._discard(room)
+            self._making = asyncio.ensure_future(self._make(self._last))
+            self._making.add_done_callback(self._made)
+        return True
+
+    def _made(self, making: asyncio.Task[None]) -> None:
+        self._making = None
+        if not making.cancelled():
+            making.exception()  # no room then: the next create makes its sandbox itself, and says what is wrong
+
+    async def _make(self, like: Launch) -> None:
+        shape = like.shape
+        assert shape is not None
+        place = Place(_own(self._workshop.home) / os.urandom(8).hex())
+        spec = replace(like.spec, labels=Labels(lease_id=place.sandbox_id, ledger_id="", owner=""))
+        launch = Launch(self._workshop, like.client, place, spec, like.foundation)
+        near, far = socket.socketpair()
+        try:
+            await asyncio.to_thread(self._make_own, place.path.parent)
+            launch.reserve()
+            launch.make_trees()
+            inner = await launch.run(leash=(os.dup(near.fileno()), far.detach()))
+            room = Room(shape=shape, place=place, inner=inner, leash=near)
+        except BaseException:
+            near.close()
+            far.close()
+            self._put_away(place)
+            raise
+        if self._workshop.client is not like.client:  # closed meanwhile
+            self._discard(room)
+            return
+        self._room = room
+        await self._open_door(room, like)
+
+    def _make_own(self, directory: Path) -> None:
+        if not directory.exists():
+            sweep(self._workshop.home)
+            for path in (directory.parent, directory):  # passable, as the directory of the sandboxes is
+                path.mkdir(mode=0o711, exist_ok=True)
+
+    async def _open_door(self, room: Room, like: Launch) -> None:
+        """Have a porter at its door, so that the first command is as fast as the others."""
+        pidfd = room.inner.open()
+        if self._workshop.owner is None or pidfd is None:
+            return
+        try:
+            message = porter_message(self._workshop, network=like.network, pids=None)
+            porter = await like.client.porter(message, pidfd)
+        except (OSError, LowtideError):
+            return
+        finally:
+            os.close(pidfd)
+        if self._room is room:
+            room.porter = porter
+        else:
+            porter.close()  # somebody was faster, and has one of its own
+
+    def _discard(self, room: Room) -> None:
+        room.close()
+        self._put_away(room.place)
+
+    def _put_away(self, place: Place) -> None:
+        trash = self._workshop.home / "trash"
+        removing = asyncio.get_running_loop().run_in_executor(None, destroy.destroy, place, trash, 0.0)
+        self._leaving.add(removing)
+        removing.add_done_callback(self._leaving.discard)
+
+    async def aclose(self) -> None:
+        self._last, self._again = None, False
+        making = self._making
+        if making is not None:
+            making.cancel()
+            await asyncio.wait([making])
+        room, self._room = self._room, None
+        if room is not None:
+            self._discard(room)
+        await asyncio.gather(*self._leaving, return_exceptions=True)
+        with contextlib.suppress(OSError):
+            os.rmdir(_own(self._workshop.home))
+
+    def close_at_exit(self) -> None:
+        self._last, self._again = None, False  # the loop still runs, and would make the next one
+        room, self._room = self._room, None
+        if room is not None:
+            room.close()
+            with contextlib.suppress(OSError, LowtideError):
+                destroy.destroy(room.place, self._workshop.home / "trash", 0.0)
+            with contextlib.suppress(OSError):
+                os.rmdir(room.place.path.parent)
+
+    def forget(self) -> None:
+        """In a forked child: it is the parent's."""
+        room, self._room = self._room, None
+        self._last, self._again, self._making = None, False, None
+        if room is not None:
+            room.close()
+
+
+def _own(home: Path) -> Path:
+    """Where this process makes its rooms: named so that everybody can tell whether it lives."""
+    return home / "rooms" / f"{os.getpid()}.{start_time(os.getpid())}"
+
+
+def sweep(home: Path) -> None:
+    """Remove the rooms of processes that are gone."""
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(home / "rooms"):
+            pid, _, start = name.partition(".")
+            if not (pid.isdigit() and start.isdigit()) or ProcessMark(int(pid), int(start)).alive():
+                continue
+            for place in places(home / "rooms" / name):
+                with contextlib.suppress(OSError, LowtideError):
+                    destroy.destroy(place, home / "trash", 0.0)
+            with contextlib.suppress(OSError):
+                os.rmdir(home / "rooms" / name)
+
+
+def _forget_all() -> None:
+    for rooms in list(_all):
+        rooms.forget()
+
+
+def _close_all() -> None:
+    """At the interpreter's end, when no loop may run any more."""
+    for rooms in list(_all):
+        rooms.close_at_exit()
+
+
+engine.forget_in_child(_forget_all)
+atexit.register(_close_all)
