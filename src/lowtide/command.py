@@ -52,12 +52,14 @@ class ProcessResult:
 
     @property
     def stdout(self) -> str:
+        """What it printed, as UTF-8; a byte that is none becomes U+FFFD."""
         if self._stdout is None:
             self._stdout = self.stdout_bytes.decode("utf-8", "replace")
         return self._stdout
 
     @property
     def stderr(self) -> str:
+        """What it printed as errors, as UTF-8."""
         if self._stderr is None:
             self._stderr = self.stderr_bytes.decode("utf-8", "replace")
         return self._stderr

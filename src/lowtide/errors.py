@@ -218,6 +218,7 @@ class CleanupError(ExceptionGroup[LowtideError], LowtideError):
         self.retryable = True
 
     def derive(self, excs: Sequence[LowtideError], /) -> CleanupError:  # type: ignore[override]
+        """The same for some of them, as ``except*`` needs it."""
         return CleanupError(self.message, excs)
 
 

@@ -46,6 +46,7 @@ class Process(Operation[ProcessResult]):
 
     @property
     def command(self) -> tuple[str, ...]:
+        """What was run."""
         return self._run.spec.argv
 
     @property
@@ -59,6 +60,7 @@ class Process(Operation[ProcessResult]):
         return self._run.pid
 
     def poll(self) -> int | None:
+        """`returncode`, for those used to subprocess."""
         return self._run.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -112,16 +114,20 @@ class TerminalSession(Operation[ProcessResult]):
 
     @property
     def command(self) -> tuple[str, ...]:
+        """What was run."""
         return self._run.spec.argv
 
     @property
     def returncode(self) -> int | None:
+        """The exit code, or None while it runs."""
         return self._run.returncode
 
     def resize(self, width: int, height: int) -> Operation[None]:
+        """The terminal's new size."""
         return Operation.start(self._run.resize(width, height))
 
     def send_signal(self, number: int) -> Operation[None]:
+        """To the command's process group. Silent when it has already ended."""
         return Operation.start(self._run.signal(int(number)))
 
     def wait(self, timeout: float | None = None) -> int:

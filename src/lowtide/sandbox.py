@@ -152,14 +152,17 @@ class Sandbox(SandboxFiles):
 
     @property
     def lease_id(self) -> str | None:
+        """Its row in the ledger, or None where this ledger has none."""
         return self._life.lease.lease_id if self._life.lease is not None else None
 
     @property
     def provider(self) -> str:
+        """The provider's name."""
         return self._life.provider_name
 
     @property
     def tags(self) -> tuple[str, ...]:
+        """What it can be found by."""
         return tuple(self._life.settings.tags)
 
     @property
@@ -182,6 +185,7 @@ class Sandbox(SandboxFiles):
 
     @property
     def created_at(self) -> datetime | None:
+        """When the provider made it, or else when its lease was written."""
         info, lease = self._life.info, self._life.lease
         if info is not None and info.created_at is not None:
             return info.created_at
@@ -372,10 +376,12 @@ class Sandbox(SandboxFiles):
         return self._call(lambda provider, sandbox_id: provider.snapshot(sandbox_id, label))  # type: ignore[attr-defined]
 
     def pause(self) -> Operation[None]:
+        """Nothing in it runs until `resume`; its files stay."""
         self._require("PAUSE", "pause")
         return self._call(lambda provider, sandbox_id: provider.pause(sandbox_id))  # type: ignore[attr-defined]
 
     def resume(self) -> Operation[None]:
+        """Go on after `pause`."""
         self._require("PAUSE", "resume")
         return self._call(lambda provider, sandbox_id: provider.resume(sandbox_id))  # type: ignore[attr-defined]
 

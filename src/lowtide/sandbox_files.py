@@ -105,6 +105,7 @@ class SandboxFiles:
         return self._file_call(path, lambda p, i, where: files.remove(p, i, where, recursive))
 
     def exists(self, path: str) -> Operation[bool]:
+        """Whether there is anything at that path; a link counts, wherever it points."""
         from lowtide import files
 
         return self._file_call(path, files.exists)

@@ -54,6 +54,7 @@ class Session:
 
     @property
     def closed(self) -> bool:
+        """Whether it has ended and takes no new work."""
         return self._closed
 
     def sandbox(self, **options: Unpack[SandboxOptions]) -> Sandbox:

@@ -79,6 +79,7 @@ class StreamReader(Generic[T]):
     # The engine's side.
 
     def put(self, data: bytes) -> None:
+        """More has come."""
         with self._lock:
             if self._closed or not data:
                 return
@@ -99,6 +100,7 @@ class StreamReader(Generic[T]):
             await self._room
 
     def end(self, error: BaseException | None = None) -> None:
+        """No more will come; `error` is raised when what has come is read."""
         with self._lock:
             if not self._ended:
                 self._ended = True
@@ -186,6 +188,7 @@ class StreamWriter:
         return Operation.start(self._in_turn(lambda: self._write(payload)))
 
     def writeline(self, text: str) -> Operation[None]:
+        """`write`, with a line's end."""
         return self.write(text + "\n")
 
     def close(self) -> Operation[None]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,12 @@ def _public() -> list[str]:
 @pytest.mark.parametrize("name", _public())
 def test_the_api_page_names_it(name: str) -> None:
     assert re.search(rf"(?<!\w){name}(?!\w)", (DOCS / "api.md").read_text())
+
+
+@pytest.mark.parametrize("name", [name for name in lowtide.__all__ if name[0].isupper()])
+def test_it_and_what_it_can_do_have_docstrings(name: str) -> None:
+    cls = getattr(lowtide, name)
+    assert inspect.getdoc(cls)
+    kinds = (property, classmethod, types.FunctionType)
+    own = [key for key, member in vars(cls).items() if key[0] != "_" and isinstance(member, kinds)]
+    assert [key for key in own if not inspect.getdoc(getattr(cls, key))] == []

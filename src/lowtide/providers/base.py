@@ -70,6 +70,8 @@ class Traits:
 
 
 class SandboxState(enum.StrEnum):
+    """What a sandbox is now."""
+
     PENDING = "pending"
     RUNNING = "running"
     PAUSED = "paused"
@@ -81,6 +83,7 @@ class SandboxState(enum.StrEnum):
 
     @property
     def terminal(self) -> bool:
+        """Whether it is over: nothing will run in it again."""
         return self in (SandboxState.COMPLETED, SandboxState.FAILED, SandboxState.GONE)
 
 
@@ -92,6 +95,8 @@ class NetworkMode(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
+    """What a sandbox may reach: nothing, everything, or the hosts and CIDRs in `allow`."""
+
     mode: NetworkMode = NetworkMode.NONE
     allow: tuple[str, ...] = ()
 
@@ -361,6 +366,8 @@ class Ports(Protocol):
 
 
 class FileKind(enum.StrEnum):
+    """What a directory entry is. A link is one itself, whatever it points to."""
+
     FILE = "file"
     DIRECTORY = "directory"
     SYMLINK = "symlink"
@@ -369,6 +376,8 @@ class FileKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
+    """One entry of a directory; `target` is where a link points."""
+
     name: str
     path: str
     kind: FileKind
