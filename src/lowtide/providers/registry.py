@@ -174,7 +174,7 @@ def _connect(name: str, entry: Entry, options: Mapping[str, Any]) -> Provider:
 def _relevant_environment(name: str, entry: Entry) -> tuple[tuple[str, str], ...]:
     # Without it a process that changes its credentials or LOWTIDE_HOME would keep the old account.
     prefixes = (f"{name.upper()}_", "LOWTIDE_", "XDG_STATE_HOME", *entry.environment)
-    return tuple(sorted((key, value) for key, value in os.environ.items() if key.startswith(prefixes)))
+    return tuple(sorted((key, os.environ[key]) for key in os.environ if key.startswith(prefixes)))
 
 
 def _forget_after_fork() -> None:

@@ -111,9 +111,10 @@ class Stream:
     async def open(self) -> None:
         await self._response.prepare(self._request)
 
-    async def send(self, message: dict[str, Any]) -> None:
-        body = json.dumps(message).encode()
-        await self._response.write(_HEAD.pack(0, len(body)) + body)
+    async def send(self, *messages: dict[str, Any]) -> None:
+        bodies = [json.dumps(message).encode() for message in messages]
+        if bodies:
+            await self._response.write(b"".join(_HEAD.pack(0, len(body)) + body for body in bodies))
 
     async def end(self, error: RpcError | None = None) -> web.StreamResponse:
         body = json.dumps({"error": error.as_dict()} if error else {}).encode()

@@ -101,6 +101,9 @@ class GuestProcess:
     async def _tell(self, event: dict[str, Any]) -> None:
         for queue in list(self._listeners):
             while queue in self._listeners:
+                if not queue.full():
+                    queue.put_nowait(event)
+                    break
                 try:
                     async with asyncio.timeout(1):
                         await queue.put(event)
@@ -238,11 +241,14 @@ class ProcessService:
                     drop(request)
                     raise asyncio.CancelledError
                 if waiting.done():
-                    event, waiting = waiting.result(), None
-                    if event is None:
-                        await stream.send({"event": {"end": process.end or {"exitCode": -1}}})
+                    events, waiting = [waiting.result()], None
+                    while not listening.empty():
+                        events.append(listening.get_nowait())
+                    known = [event for event in events if event is not None]
+                    if len(known) < len(events):
+                        await stream.send(*known, {"event": {"end": process.end or {"exitCode": -1}}})
                         return await stream.end()
-                    await stream.send(event)
+                    await stream.send(*known)
                 elif deadline is not None and loop.time() >= deadline:
                     return await stream.end(RpcError("deadline_exceeded", "context deadline exceeded"))
                 else:
