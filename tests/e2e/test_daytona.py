@@ -32,7 +32,7 @@ from lowtide.lifecycle.lease import LeaseState, Outcome
 from lowtide.lifecycle.protocol import lifecycle
 from lowtide.providers import registry
 from lowtide.providers.base import SandboxState
-from lowtide.providers.daytona import DaytonaProvider
+from lowtide.providers.daytona import DaytonaProvider, looking
 
 pytestmark = [*needs_emulator, pytest.mark.timeout(300)]
 
@@ -262,7 +262,7 @@ def test_create_carries_name_labels_and_the_dead_mans_switch(emulator: Handle) -
 async def _detail(sandbox_id: str) -> Any:
     found = registry.provider("daytona")
     assert isinstance(found, DaytonaProvider)
-    return await found._detail(sandbox_id)
+    return await looking.detail(found._client, sandbox_id)
 
 
 @pytest.mark.parametrize("fault", ["create-dropped", "create-lost"])
@@ -405,7 +405,7 @@ def test_a_key_that_may_not_delete_says_so_and_the_lease_stays(
 def test_a_kill_that_hangs_is_bounded_and_kept_in_the_ledger(
     emulator: Handle, provider: DaytonaProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lowtide.providers.daytona.endings.CALL_SECONDS", 1.0)
+    monkeypatch.setattr("lowtide.providers.daytona.asking.CALL_SECONDS", 1.0)
     box = Sandbox.run(provider="daytona")
     emulator.faults.add("kill-hangs", seconds=4.0)
     assert box.stop().result(ANSWER).outcome in (Outcome.DESTROYED, Outcome.ALREADY_GONE)

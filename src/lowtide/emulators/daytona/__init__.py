@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from aiohttp import web
 
 from lowtide.emulators.daytona.control import Control
+from lowtide.emulators.daytona.drafting import REGION
 from lowtide.emulators.daytona.events import Events
 from lowtide.emulators.daytona.organization import Organization
 from lowtide.emulators.daytona.previews import Previews
 from lowtide.emulators.daytona.sandbox import Sandbox, SandboxState, described
-from lowtide.emulators.daytona.sandboxes import REGION, Sandboxes
+from lowtide.emulators.daytona.sandboxes import Sandboxes
 from lowtide.emulators.daytona.snapshots import Snapshots
 from lowtide.emulators.daytona.toolbox import Toolbox
 from lowtide.emulators.daytona.volumes import Volumes

@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import logging
 import re
-import shlex
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
-from lowtide.emulators.daytona import intervals
-from lowtide.emulators.daytona.answers import Refused, not_found, rfc3339, strings_of, whole_of
-from lowtide.emulators.daytona.machine import Machine, known_user
-from lowtide.emulators.daytona.sandbox import SETTLED, Intervals, Sandbox, SandboxState
+from lowtide.emulators.daytona import drafting, intervals
+from lowtide.emulators.daytona.answers import Refused, not_found, whole_of
+from lowtide.emulators.daytona.drafting import either
+from lowtide.emulators.daytona.machine import Machine
+from lowtide.emulators.daytona.sandbox import SETTLED, Sandbox, SandboxState
 from lowtide.emulators.guest import users_are_real
 from lowtide.errors import LowtideError, ResourceExhaustedError
 from lowtide.providers.base import Pauses
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lowtide.emulators")
 
-REGION = "us"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@ -]{0,254}")
 _BUILD_LINES = ("#1 [internal] load build definition from Dockerfile", "#2 [internal] load metadata")
 _BUILDER_SECONDS = 0.1  # until a builder takes it: the answer to the create says that it waits
@@ -73,7 +72,15 @@ class Sandboxes:
 
         `broken`: why it never becomes usable.
         """
-        sandbox = self._draft(asked)
+        sandbox = drafting.draft(
+            asked,
+            now=round(self.ground.clock.now(), 3),
+            organization_id=self.organization_id,
+            snapshots=self._snapshots,
+            volumes=self._volumes,
+            known=self.get,
+        )
+        sandbox.name = self._free_name(asked.get("name"), sandbox.sandbox_id)
         sandbox.error_reason = broken
         if self.ground.backing.count >= self.ground.backing.limit:
             raise Refused(403, f"Total sandbox limit exceeded. Maximum allowed: {self.ground.backing.limit}.")
@@ -87,77 +94,6 @@ class Sandboxes:
             await self._boot(sandbox, 0.0)
             if sandbox.state is SandboxState.ERROR and sandbox.sandbox_id not in self.table:
                 raise Refused(403, sandbox.error_reason or "Total sandbox limit exceeded")
-        return sandbox
-
-    def _draft(self, asked: dict[str, Any]) -> Sandbox:
-        now = round(self.ground.clock.now(), 3)
-        build = asked.get("buildInfo")
-        snapshot = None
-        if build is not None:
-            if not isinstance(build, dict) or not isinstance(build.get("dockerfileContent"), str):
-                raise Refused(400, "buildInfo.dockerfileContent is required")
-            if asked.get("snapshot"):
-                raise Refused(400, "Cannot specify both snapshot and buildInfo")
-        else:
-            snapshot = self._snapshots.usable(asked.get("snapshot"))
-            if any(asked.get(key) is not None for key in ("cpu", "memory", "disk", "gpu")):
-                raise Refused(400, "Cannot specify Sandbox resources when using a snapshot")
-        user = asked.get("user") or "daytona"
-        if not known_user(user):
-            raise Refused(400, f"unable to find user {user}: no matching entries in passwd file")
-        stop = whole_of(asked.get("autoStopInterval"), "autoStopInterval")
-        pause = whole_of(asked.get("autoPauseInterval"), "autoPauseInterval") or 0
-        chosen = Intervals(
-            stop=stop if stop is not None else 0 if pause else 15,
-            pause=pause,
-            archive=_or(whole_of(asked.get("autoArchiveInterval"), "autoArchiveInterval"), 7 * 24 * 60),
-            delete=_or(whole_of(asked.get("autoDeleteInterval"), "autoDeleteInterval", lowest=None), -1),
-        )
-        if chosen.stop and chosen.pause:
-            raise Refused(400, "autoStopInterval and autoPauseInterval are mutually exclusive")
-        expiry = whole_of(asked.get("ttlMinutes"), "ttlMinutes")
-        name = asked.get("name")
-        linked = asked.get("linkedSandbox")
-        sandbox = Sandbox(
-            organization_id=self.organization_id,
-            name="",
-            user=user,
-            target=asked.get("target") or REGION,
-            snapshot=snapshot.name if snapshot else None,
-            environment=strings_of(asked.get("env"), "env"),
-            labels=strings_of(asked.get("labels"), "labels"),
-            public=bool(asked.get("public")),
-            intervals=chosen,
-            created_at=now,
-            cpu=_or(whole_of(asked.get("cpu"), "cpu", lowest=1), snapshot.cpu if snapshot else 1),
-            memory=_or(whole_of(asked.get("memory"), "memory", lowest=1), snapshot.memory if snapshot else 1),
-            disk=_or(whole_of(asked.get("disk"), "disk", lowest=1), snapshot.disk if snapshot else 3),
-            gpu=_or(whole_of(asked.get("gpu"), "gpu"), 0),
-            network={
-                key: asked[key]
-                for key in ("networkBlockAll", "networkAllowList", "domainAllowList")
-                if asked.get(key) is not None
-            },
-            volumes=self._volumes.mounts(asked.get("volumes")),
-            secrets=asked.get("secrets") or [],
-            linked_id=self.get(linked).sandbox_id if linked else None,
-            updated_at=now,
-            last_activity_at=now,
-            destroy_at=now + expiry * 60 if expiry else None,
-            expiry_minutes=expiry,
-            base=snapshot.backing_id if snapshot else None,
-        )
-        sandbox.name = self._free_name(name, sandbox.sandbox_id)
-        if build is not None:
-            moment = rfc3339(now)
-            sandbox.build = {
-                "dockerfileContent": build["dockerfileContent"],
-                "contextHashes": build.get("contextHashes") or [],
-                "createdAt": moment,
-                "updatedAt": moment,
-                "snapshotRef": f"daytona-{sandbox.sandbox_id}",
-            }
-            sandbox.environment = {**_variables(build["dockerfileContent"]), **sandbox.environment}
         return sandbox
 
     def _free_name(self, name: Any, otherwise: str) -> str:
@@ -206,33 +142,7 @@ class Sandboxes:
     async def fork(self, source: Sandbox, name: Any) -> Sandbox:
         """A copy of its files with an id of its own. It runs when this returns."""
         self._settled(source, SandboxState.STARTED, SandboxState.STOPPED)
-        now = round(self.ground.clock.now(), 3)
-        made = Sandbox(
-            organization_id=source.organization_id,
-            name="",
-            user=source.user,
-            target=source.target,
-            snapshot=source.snapshot,
-            environment=dict(source.environment),
-            labels=dict(source.labels),
-            public=source.public,
-            intervals=Intervals(
-                stop=source.intervals.stop,
-                pause=source.intervals.pause,
-                archive=source.intervals.archive,
-                delete=source.intervals.delete,
-            ),
-            created_at=now,
-            cpu=source.cpu,
-            memory=source.memory,
-            disk=source.disk,
-            gpu=source.gpu,
-            network=dict(source.network),
-            volumes=list(source.volumes),
-            parent_id=source.sandbox_id,
-            updated_at=now,
-            last_activity_at=now,
-        )
+        made = drafting.copy(source, round(self.ground.clock.now(), 3))
         made.name = self._free_name(name, made.sandbox_id)
         before = source.state
         async with source.lock:
@@ -321,9 +231,9 @@ class Sandboxes:
 
     async def resize(self, sandbox: Sandbox, asked: dict[str, Any]) -> None:
         self._settled(sandbox, SandboxState.STARTED, SandboxState.STOPPED)
-        cpu = _or(whole_of(asked.get("cpu"), "cpu", lowest=1), sandbox.cpu)
-        memory = _or(whole_of(asked.get("memory"), "memory", lowest=1), sandbox.memory)
-        disk = _or(whole_of(asked.get("disk"), "disk", lowest=1), sandbox.disk)
+        cpu = either(whole_of(asked.get("cpu"), "cpu", lowest=1), sandbox.cpu)
+        memory = either(whole_of(asked.get("memory"), "memory", lowest=1), sandbox.memory)
+        disk = either(whole_of(asked.get("disk"), "disk", lowest=1), sandbox.disk)
         if disk < sandbox.disk:
             raise Refused(400, "Disk size cannot be decreased")
         if sandbox.state is SandboxState.STARTED:
@@ -508,20 +418,3 @@ class Sandboxes:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("a change of a sandbox failed", exc_info=task.exception())
-
-
-def _or(given: int | None, otherwise: int) -> int:
-    return otherwise if given is None else given
-
-
-def _variables(dockerfile: str) -> dict[str, str]:
-    """The ENV lines, the one instruction that can be followed without a builder."""
-    found: dict[str, str] = {}
-    for line in dockerfile.splitlines():
-        if line.upper().startswith("ENV "):
-            with contextlib.suppress(ValueError):
-                for word in shlex.split(line[4:]):
-                    key, equals, value = word.partition("=")
-                    if equals:
-                        found[key] = value
-    return found

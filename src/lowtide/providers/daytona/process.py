@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from lowtide import errors
 from lowtide.providers.base import STDERR, STDOUT, ProcessHandle, ProcessSpec, TerminalSize
 from lowtide.providers.daytona import once, script
 from lowtide.providers.daytona.deadline import failure_of, within
-from lowtide.providers.daytona.failures import status_of, translated, was_cut
+from lowtide.providers.daytona.failures import status_of, was_cut
+from lowtide.providers.daytona.inside import Explain, Inside, meaning
 from lowtide.providers.daytona.lines import EncodedStream
 from lowtide.providers.daytona.sessions import CALL_SECONDS, Session, Sessions
 
@@ -21,55 +22,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lowtide.daytona")
 
-START_SECONDS = 60.0
 _QUEUE_CHUNKS = 256
 _CLOSING_SECONDS = 0.5
 """How long a log may go on after the command's end before its session counts as held by a background job."""
-_LOST_SECONDS = 5.0
-"""How long a command whose start was not answered may take to appear in its session."""
 _BROKEN_SECONDS = 60.0
 """How long the log may be unreachable while the sandbox is there."""
 
 _NOT_FOUND = 127
-
-Explain = Callable[[errors.LowtideError], Awaitable[errors.LowtideError]]
-"""What an error of the way to the sandbox really means: mostly that the sandbox is gone."""
-
-
-class Inside:
-    """Scripts of ours beside a command: signals and the end of its tree."""
-
-    def __init__(self, box: AsyncSandbox, tag: int, explain: Explain) -> None:
-        self._box, self._tag, self._explain = box, tag, explain
-
-    async def signal(self, leader: int, number: int) -> None:
-        await self._run(script.signal(leader, number, self._tag))
-
-    async def terminate(self, grace_seconds: float) -> None:
-        # Also after the command's own end: what it left running is part of its tree.
-        if await self._run(script.terminate(self._tag, grace_seconds), grace_seconds):
-            raise errors.SandboxUnavailableError(
-                "some processes of the command could not be killed",
-                provider="daytona",
-                sandbox_id=self._box.id,
-            )
-
-    async def _run(self, text: str, seconds: float = 0.0) -> int:
-        """One that is gone has nothing left to signal. A repeated script does no harm."""
-        delay = 0.1
-        while True:
-            try:
-                running = self._box.process.exec(script.alone(text))
-                ran = await within(seconds + CALL_SECONDS, running, "a signal", self._box.id)
-                return int(ran.exit_code)
-            except Exception as error:
-                meant = await meaning(error, self._box, self._explain)
-                if isinstance(meant, errors.SandboxGone | errors.SandboxNotFoundError):
-                    return 0
-                if not was_cut(meant) or delay > 1.0:
-                    raise meant from error
-            await asyncio.sleep(delay)
-            delay *= 2
 
 
 class DaytonaProcess:
@@ -129,7 +88,7 @@ class DaytonaProcess:
                 if isinstance(ran, once.Ended):
                     return once.EndedProcess(ran, inside.terminate)
                 try:
-                    session, command_id = await _in_session(box, sessions, ran.follow)
+                    session, command_id = await sessions.begin(ran.follow)
                 except BaseException:  # it runs, and nobody would ever hear of it
                     sessions.watch(asyncio.ensure_future(inside.terminate(0.0)))
                     raise
@@ -142,7 +101,7 @@ class DaytonaProcess:
                 )
         pumped = sessions.has_perl
         command = (wrapping.pumped if pumped else wrapping.command)(spec, working_dir)
-        session, command_id = await _in_session(box, sessions, command)
+        session, command_id = await sessions.begin(command)
         return cls(
             *(box, sessions, session, command_id),
             wrapping=wrapping,
@@ -304,8 +263,7 @@ class DaytonaProcess:
         if code == _NOT_FOUND and self._otherwise is not None and not self._led.done():
             self._sessions.has_perl = False
             otherwise, self._otherwise = self._otherwise, None
-            self._command_id = await _started(self._box, self._session, otherwise)
-            self._session.commands.add(self._command_id)
+            self._command_id = await self._sessions.begin_in(self._session, otherwise)
             mark = self._streams[STDOUT].mark
             self._streams = {STDOUT: EncodedStream(mark), STDERR: EncodedStream(mark)}
             return False
@@ -369,67 +327,3 @@ class DaytonaProcess:
                     raise meant from failure
                 await asyncio.sleep(delay)
                 delay *= 2
-
-
-async def _in_session(box: AsyncSandbox, sessions: Sessions, command: str) -> tuple[Session, str]:
-    """A session with the command in it, once, and the command's id there."""
-    session = await sessions.take()
-    try:
-        command_id = await _started(box, session, command)
-    except Exception as error:
-        found = translated(error, box.id)
-        status = status_of(error)
-        if found is None or not (was_cut(found) or status in (404, 409, 410)):
-            sessions.end_soon(session)
-            raise
-        # Nobody knows whether it runs. The session does: it has the command, or it is ended, and
-        # then a request that comes late finds nothing to start it in.
-        known = None if status in (404, 410) else await _appeared(box, session)
-        if known is not None:
-            log.info("sandbox %s: the answer to a start was lost; found the command again", box.id)
-            command_id = known
-        else:
-            await sessions.end(session)
-            session = await sessions.take()
-            command_id = await _started(box, session, command)
-    except asyncio.CancelledError:
-        sessions.end_soon(session)
-        raise
-    session.commands.add(command_id)
-    return session, command_id
-
-
-async def _started(box: AsyncSandbox, session: Session, command: str) -> str:
-    from daytona import SessionExecuteRequest
-
-    request = SessionExecuteRequest(command=command, run_async=True, suppress_input_echo=True)
-    starting = box.process.execute_session_command(session.session_id, request)
-    answer = await within(START_SECONDS, starting, "start a command", box.id)
-    return str(answer.cmd_id)
-
-
-async def _appeared(box: AsyncSandbox, session: Session) -> str | None:
-    """The command that came into the session since; None when none does."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + _LOST_SECONDS
-    delay = 0.05
-    while True:
-        found = await within(
-            CALL_SECONDS, box.process.get_session(session.session_id), "look into a session", box.id
-        )
-        for command in found.commands or ():
-            if str(command.id) not in session.commands:
-                return str(command.id)
-        if loop.time() > deadline:
-            return None
-        await asyncio.sleep(delay)
-        delay = min(delay * 2, 1.0)
-
-
-async def meaning(error: BaseException, box: AsyncSandbox, explain: Explain) -> errors.LowtideError:
-    found = translated(error, box.id)
-    if found is None:
-        found = errors.SandboxError(f"{type(error).__name__}: {error}", provider="daytona", sandbox_id=box.id)
-    if found is not error:
-        found.__cause__ = error
-    return await explain(found)

@@ -12,7 +12,8 @@ from lowtide import errors
 from lowtide.providers.base import STDOUT, ProcessSpec, TerminalSize
 from lowtide.providers.daytona import script
 from lowtide.providers.daytona.deadline import within
-from lowtide.providers.daytona.process import START_SECONDS, Explain, Inside, meaning
+from lowtide.providers.daytona.inside import Explain, Inside, meaning
+from lowtide.providers.daytona.sessions import START_SECONDS
 
 if TYPE_CHECKING:
     from daytona import AsyncSandbox
