@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.container_engine import IMAGE, Boxes, both_engines, boxes_on, docker
+from tests.container_engine import IMAGE, Boxes, docker
 
 from lowtide.errors import (
     SandboxFailedError,
@@ -22,12 +22,6 @@ from lowtide.errors import (
 )
 from lowtide.providers.base import Limits, ProcessSpec, SandboxState
 from lowtide.providers.docker import DockerOptions, DockerProvider
-
-
-@pytest.fixture(params=both_engines)
-async def boxes(request: pytest.FixtureRequest) -> AsyncIterator[Boxes]:
-    async with boxes_on(request.param) as boxes:
-        yield boxes
 
 
 async def test_no_engine(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from tests.container_engine import (
     REGISTRY,
     Boxes,
     both_engines,
-    boxes_on,
     docker,
     import_bare_image,
     needs_docker,
@@ -19,12 +18,6 @@ from tests.container_engine import (
 
 from lowtide.providers.base import FileKind, ProcessSpec
 from lowtide.providers.docker.images import PullProgress, split_reference
-
-
-@pytest.fixture(params=both_engines)
-async def boxes(request: pytest.FixtureRequest) -> AsyncIterator[Boxes]:
-    async with boxes_on(request.param) as boxes:
-        yield boxes
 
 
 @pytest.fixture

@@ -6,19 +6,10 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 
-import pytest
-from tests.container_engine import IMAGE, Boxes, both_engines, boxes_on
+from tests.container_engine import IMAGE, Boxes
 
 from lowtide.providers.base import SandboxState
-
-
-@pytest.fixture(params=both_engines)
-async def boxes(request: pytest.FixtureRequest) -> AsyncIterator[Boxes]:
-    async with boxes_on(request.param) as boxes:
-        yield boxes
-
 
 _CREATOR = """
 import asyncio, os, sys

@@ -7,17 +7,11 @@ import urllib.request
 from collections.abc import AsyncIterator
 
 import pytest
-from tests.container_engine import Boxes, both_engines, boxes_on
+from tests.container_engine import Boxes
 
 from lowtide.providers.base import Network, NetworkMode, ProcessSpec
 
 FULL, NONE = Network(mode=NetworkMode.FULL), Network(mode=NetworkMode.NONE)
-
-
-@pytest.fixture(params=both_engines)
-async def boxes(request: pytest.FixtureRequest) -> AsyncIterator[Boxes]:
-    async with boxes_on(request.param) as boxes:
-        yield boxes
 
 
 async def _fetch(url: str) -> bytes:

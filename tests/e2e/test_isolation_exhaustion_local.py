@@ -5,26 +5,21 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from isolation_attempts import ANSWER_SECONDS, HostHealth
+from isolation_attempts import ANSWER_SECONDS
 
 from lowtide import Sandbox
 from lowtide.errors import LowtideError, UnsupportedError
 
-pytestmark = pytest.mark.alone  # a machine full of processes would break its neighbours' time limits
+pytestmark = [
+    pytest.mark.alone,  # a machine full of processes would break its neighbours' time limits
+    pytest.mark.usefixtures("healthy_host"),
+]
 
 ROOT = os.geteuid() == 0
 FORK_BOMB = "f() { f | f & }; f; sleep 3"
-
-
-@pytest.fixture(autouse=True)
-def healthy_host() -> Iterator[None]:
-    health = HostHealth()
-    yield
-    health.check()
 
 
 def run_with_limits(**limits: object) -> Sandbox:

@@ -7,7 +7,6 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,6 @@ from lowtide.errors import LowtideError, SandboxFileError
 from lowtide.machine import home
 
 SECONDS = 4.0  # how long a race is tried
-
-
-@pytest.fixture(scope="module")
-def box() -> Iterator[Sandbox]:
-    with Sandbox.run(provider="local") as sandbox:
-        yield sandbox
 
 
 @pytest.fixture

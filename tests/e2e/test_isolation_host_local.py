@@ -10,28 +10,16 @@ import os
 import platform
 import secrets
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from isolation_attempts import ANSWER_SECONDS, HostHealth, attempt, inside_file
+from isolation_attempts import ANSWER_SECONDS, attempt, inside_file
 
 from lowtide import Sandbox
 from lowtide.machine import home
 from lowtide.testing.conformance.isolation import Listener
 
-
-@pytest.fixture(scope="module")
-def box() -> Iterator[Sandbox]:
-    with Sandbox.run(provider="local") as sandbox:
-        yield sandbox
-
-
-@pytest.fixture(autouse=True)
-def healthy_host() -> Iterator[None]:
-    health = HostHealth()
-    yield
-    health.check()
+pytestmark = pytest.mark.usefixtures("healthy_host")
 
 
 # Other processes.

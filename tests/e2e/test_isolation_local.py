@@ -7,26 +7,14 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
 
 import pytest
-from isolation_attempts import ANSWER_SECONDS, HostHealth, attempt, refused
+from isolation_attempts import ANSWER_SECONDS, attempt, refused
 
 from lowtide import Sandbox
 from lowtide.machine import home
 
-
-@pytest.fixture(scope="module")
-def box() -> Iterator[Sandbox]:
-    with Sandbox.run(provider="local") as sandbox:
-        yield sandbox
-
-
-@pytest.fixture(autouse=True)
-def healthy_host() -> Iterator[None]:
-    health = HostHealth()
-    yield
-    health.check()
+pytestmark = pytest.mark.usefixtures("healthy_host")
 
 
 # The kernel's doors.

@@ -1,0 +1,33 @@
+"""What modules of whole-product tests share: a local sandbox to attack, and sandboxes on each container engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from isolation_attempts import HostHealth
+from tests.container_engine import Boxes, both_engines, boxes_on
+
+from lowtide import Sandbox
+
+
+@pytest.fixture(scope="module")
+def box() -> Iterator[Sandbox]:
+    """One local sandbox for all attempts of a module."""
+    with Sandbox.run(provider="local") as sandbox:
+        yield sandbox
+
+
+@pytest.fixture
+def healthy_host() -> Iterator[None]:
+    """The machine is after the test as it was before."""
+    health = HostHealth()
+    yield
+    health.check()
+
+
+@pytest.fixture(params=both_engines)
+async def boxes(request: pytest.FixtureRequest) -> AsyncIterator[Boxes]:
+    """Sandboxes on Docker, then on Podman."""
+    async with boxes_on(request.param) as boxes:
+        yield boxes
