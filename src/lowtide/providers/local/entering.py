@@ -140,6 +140,7 @@ class Entrance:
                 "key": key,
                 "argv": spec.argv,
                 "cwd": spec.cwd or known.working_dir,
+                "mark": mark,
             }
             starter: SpawnerClient | Porter = client
             reply = None

@@ -146,8 +146,9 @@ class ExecConformance(Conformance):
             "setsid sleep {token} &",
             "(setsid sh -c 'sleep {token} & wait' >/dev/null 2>&1 &) ",
             "(trap '' TERM HUP INT; setsid sleep {token} </dev/null >/dev/null 2>&1 &) ",
+            "(env -i setsid sleep {token} </dev/null >/dev/null 2>&1 &) ",
         ],
-        ids=["own-session", "double-fork", "deaf-to-TERM"],
+        ids=["own-session", "double-fork", "deaf-to-TERM", "no-environment"],
     )
     def test_timeout_ends_what_left_the_session(
         self, box: Sandbox, escape: str, provider_under_test: ProviderUnderTest

@@ -12,6 +12,7 @@ import struct
 import termios
 
 from .config import config
+from .ending import wear
 from .kernel import CLONE_PARENT, NEWPID, SYS_CLONE, TIOCGPTPEER, TIOCSPTLCK, check, libc
 from .restrictions import default_signals, enter, restrict
 from .wire import Fds, Message, complain, failure, send
@@ -82,6 +83,7 @@ def run_command(message: Message, fds: Fds) -> None:
         environment.update(message["own_env"])
         restrict(uid, gid, message["nproc"])
         os.chdir(message["cwd"])
+        wear(message["mark"])
         default_signals()
         execute(message["argv"], {os.fsencode(k): os.fsencode(v) for k, v in environment.items()})
     except BaseException as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
 import time
 
@@ -10,6 +12,18 @@ from .restrictions import enter
 from .wire import Fds, Message, failure, send
 
 MARKER = "LOWTIDE_PROCESS"
+LOCKS = 10  # RLIMIT_LOCKS: nothing has looked at it for twenty years, and every descendant inherits it
+
+
+def tag(mark: str) -> int:
+    """The same mark as a number for the unused limit, which an emptied environment does not lose."""
+    return int(mark, 16) >> 2
+
+
+def wear(mark: str) -> None:
+    """Put the mark on this process, for what it starts or becomes next."""
+    with contextlib.suppress(OSError, ValueError):  # its hard limit is lower: then the environment has to do
+        resource.setrlimit(LOCKS, (tag(mark), resource.getrlimit(LOCKS)[1]))
 
 
 def terminate_tree(message: Message, fds: Fds) -> int:
@@ -25,7 +39,7 @@ def terminate_tree(message: Message, fds: Fds) -> int:
         enter(fds[1], [], message["flags"])
         inside = os.fork()
         if inside == 0:
-            end_tree(f"{MARKER}={message['mark']}".encode(), message["grace"])
+            end_tree(message["mark"], message["grace"])
             os._exit(0)
         os.waitpid(inside, 0)
         send(fds[0], {"ok": True})
@@ -35,7 +49,7 @@ def terminate_tree(message: Message, fds: Fds) -> int:
         os._exit(0)
 
 
-def end_tree(mark: bytes, grace: float) -> None:
+def end_tree(mark: str, grace: float) -> None:
     deadline = time.monotonic() + grace
     known: set[tuple[int, bytes]] = set()
     told: set[tuple[int, bytes]] = set()
@@ -57,7 +71,7 @@ def end_tree(mark: bytes, grace: float) -> None:
         time.sleep(0.005 if late else 0.01)
 
 
-def marked(mark: bytes, known: set[tuple[int, bytes]]) -> set[tuple[int, bytes]]:
+def marked(mark: str, known: set[tuple[int, bytes]]) -> set[tuple[int, bytes]]:
     """Live processes that carry the mark or descend from one that does or did."""
     own = str(os.getpid())
     living: dict[int, tuple[int, bytes]] = {}
@@ -75,12 +89,8 @@ def marked(mark: bytes, known: set[tuple[int, bytes]]) -> set[tuple[int, bytes]]
     for pid in living:
         if pid in found or pid == 1:
             continue
-        try:
-            with open(f"/proc/{pid}/environ", "rb", buffering=0) as file:
-                if mark in file.read(1 << 21).split(b"\0"):
-                    found.add(pid)
-        except OSError:
-            continue
+        if wears(pid, mark):
+            found.add(pid)
     grown = True
     while grown:
         grown = False
@@ -89,3 +99,15 @@ def marked(mark: bytes, known: set[tuple[int, bytes]]) -> set[tuple[int, bytes]]
                 found.add(pid)
                 grown = True
     return {(pid, living[pid][1]) for pid in found}
+
+
+def wears(pid: int, mark: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/limits", "rb", buffering=0) as file:
+            for line in file.read(8192).splitlines():
+                if line.startswith(b"Max file locks") and line.split()[3] == b"%d" % tag(mark):
+                    return True
+        with open(f"/proc/{pid}/environ", "rb", buffering=0) as file:
+            return f"{MARKER}={mark}".encode() in file.read(1 << 21).split(b"\0")
+    except OSError:
+        return False

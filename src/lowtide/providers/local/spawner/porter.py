@@ -15,6 +15,7 @@ import socket
 import stat
 
 from .commands import candidates
+from .ending import wear
 from .kernel import SYS_CLOSE_RANGE, libc
 from .restrictions import enter, restrict
 from .wire import Fds, Message, complain, failure, receive, send
@@ -114,6 +115,7 @@ class Porter:
         arguments = [os.fsencode(a) for a in message["argv"]]
         refused: OSError | None = None
         try:
+            wear(message["mark"])
             os.chdir(message["cwd"])
             for candidate in candidates(arguments[0], environment):
                 try:
