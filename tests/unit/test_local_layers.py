@@ -9,7 +9,6 @@ import stat
 import struct
 import sys
 import tarfile
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -22,15 +21,6 @@ from lowtide.providers.local.treecopy import copy_tree
 
 sys.path.insert(0, str(Path(__file__).parent))
 from local_sandbox import read, run, shell, spec
-
-
-@pytest.fixture
-async def provider(tmp_path: Path) -> AsyncIterator[LocalProvider]:
-    made = LocalProvider.connect({"LOWTIDE_HOME": str(tmp_path / "home")})
-    yield made
-    async for info in made.list({}):
-        await made.destroy(info.sandbox_id)
-    await made.aclose()
 
 
 async def test_a_snapshot_carries_changes_and_deletions(provider: LocalProvider) -> None:

@@ -10,7 +10,7 @@ import sys
 import tarfile
 import time
 import warnings
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,15 +53,6 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningRegistry
 def no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "user").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "user"))
-
-
-@pytest.fixture
-async def provider(tmp_path: Path) -> AsyncIterator[LocalProvider]:
-    made = LocalProvider.connect({"LOWTIDE_HOME": str(tmp_path / "home")})
-    yield made
-    async for info in made.list({}):
-        await made.destroy(info.sandbox_id)
-    await made.aclose()
 
 
 @pytest.fixture
