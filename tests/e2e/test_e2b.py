@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +28,7 @@ from lowtide.errors import (
 )
 from lowtide.lifecycle.lease import new_lease_id
 from lowtide.providers import registry
-from lowtide.providers.base import Labels, SandboxSpec, SandboxState
+from lowtide.providers.base import Labels, ProcessSpec, SandboxSpec, SandboxState
 from lowtide.providers.e2b import E2BOptions, E2BProvider
 
 pytestmark = [*needs_emulator, pytest.mark.timeout(300)]
@@ -312,6 +314,40 @@ def test_bytes_that_are_no_text_pass_unchanged(make: Callable[..., Sandbox]) -> 
     raw = bytes(range(256)) * 40
     result = box.exec(["cat"], stdin=raw).result(SECONDS)
     assert result.stdout_bytes == raw
+
+
+def test_input_that_a_command_ends_on_has_arrived(emulator: Any, make: Callable[..., Sandbox]) -> None:
+    sandbox_id = str(make().sandbox_id)
+    address = urllib.parse.urlsplit(emulator.urls["e2b"])
+
+    async def late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """On the way to the emulator: answers to input come later than the end of the command."""
+        there, back = await asyncio.open_connection(address.hostname, address.port)
+        waits = False
+
+        async def pass_on(source: asyncio.StreamReader, target: asyncio.StreamWriter, ours: bool) -> None:
+            nonlocal waits
+            while data := await source.read(65_536):
+                waits = b"/SendInput " in data if ours else waits
+                await asyncio.sleep(0.2 if waits and not ours else 0)
+                target.write(data)
+            target.close()
+
+        await asyncio.gather(pass_on(reader, back, True), pass_on(there, writer, False))
+
+    async def feed() -> int:
+        async with await asyncio.start_server(late, "127.0.0.1") as server:
+            port = server.sockets[0].getsockname()[1]
+            provider = E2BProvider.connect(os.environ, {"sandbox_url": f"http://127.0.0.1:{port}"})
+            command = ProcessSpec(argv=("head", "-c", "1"), stdin=True)
+            handle = await provider.start_process(sandbox_id, command)
+            # A BrokenPipeError here would say that the last piece of a directory was not taken.
+            await handle.write_stdin(b"x")
+            await handle.aclose()
+            await provider.aclose()
+            return await handle.wait()
+
+    assert engine().run(feed(), SECONDS) == 0
 
 
 def test_a_timeout_ends_children_that_left_the_group(make: Callable[..., Sandbox]) -> None:

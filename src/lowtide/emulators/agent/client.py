@@ -67,6 +67,8 @@ class Agent:
         number = next(self._ids) & 0xFFFFFFFF
         text = json.dumps({"op": op, "home": self._home, **fields}).encode()
         future: asyncio.Future[tuple[dict[str, Any], bytes]] = asyncio.get_running_loop().create_future()
+        # The end of the agent is told to whoever asks, also when what was asked could not even be sent.
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._waiting[number] = future
         try:
             async with self._sending:
@@ -97,6 +99,7 @@ class Agent:
                     _, piece = await coming
             finally:
                 if coming is not None:
+                    coming.add_done_callback(lambda done: done.cancelled() or done.exception())
                     coming.cancel()
                 with contextlib.suppress(AgentError, SandboxUnavailableError):
                     await asyncio.shield(self.ask("close", handle=handle))

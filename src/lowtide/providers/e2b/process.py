@@ -266,6 +266,8 @@ class E2BProcess:
         call = asyncio.ensure_future(work)
         try:
             await asyncio.wait({call, self._code}, return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():  # it may have ended on this very piece of input: then that has arrived
+                await asyncio.wait({call}, timeout=_CLOSING_SECONDS)
         finally:
             if not call.done():
                 call.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
