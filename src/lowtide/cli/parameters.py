@@ -33,6 +33,24 @@ tag_option = click.option(
 COMMAND_SETTINGS = {"allow_interspersed_args": False}
 """For commands that end in CMD…: from its first word on, options are its own, with or without `--`."""
 
+environment_option = click.option(
+    "--env",
+    "-e",
+    "environment",
+    multiple=True,
+    metavar="K=V",
+    help="An environment variable; K alone passes yours on.",
+)
+workdir_option = click.option("--workdir", "-w", metavar="DIR", help="The working directory (absolute).")
+timeout_option = click.option(
+    "--timeout",
+    type=seconds,
+    metavar="TIME",
+    help="End the command after this long: 90s, 15m. Exit code 124.",
+)
+stdin_option = click.option("--stdin", "-i", is_flag=True, help="Pass our standard input on.")
+tty_option = click.option("--tty", "-t", is_flag=True, help="Give it a terminal (implies --stdin).")
+
 _KEEP = click.Choice(["never", "on-failure", "always"])
 
 _CREATION = (
@@ -49,15 +67,8 @@ _CREATION = (
     click.option(
         "--network", "-n", metavar="N", help="none, full, or hosts and CIDRs to allow, separated by commas."
     ),
-    click.option(
-        "--env",
-        "-e",
-        "environment",
-        multiple=True,
-        metavar="K=V",
-        help="An environment variable; K alone passes yours on.",
-    ),
-    click.option("--workdir", "-w", metavar="DIR", help="The working directory (absolute)."),
+    environment_option,
+    workdir_option,
     click.option("--cpu", metavar="N", help="CPU limit: 0.5, 2, 500m."),
     click.option("--memory", "-m", metavar="SIZE", help="Memory limit: 256Mi, 2Gi."),
     click.option("--pids", type=click.IntRange(min=1), metavar="N", help="Most processes at once."),

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import click
 
-from lowtide.cli.parameters import COMMAND_SETTINGS, provider_option, seconds, variables
+from lowtide.cli.parameters import (
+    COMMAND_SETTINGS,
+    environment_option,
+    provider_option,
+    stdin_option,
+    timeout_option,
+    tty_option,
+    variables,
+    workdir_option,
+)
 
 
 @click.command(
     "exec", short_help="Run a command in a sandbox that exists.", context_settings=COMMAND_SETTINGS
 )
 @provider_option
-@click.option(
-    "--env",
-    "-e",
-    "environment",
-    multiple=True,
-    metavar="K=V",
-    help="An environment variable; K alone passes yours on.",
-)
-@click.option("--workdir", "-w", metavar="DIR", help="The working directory (absolute).")
+@environment_option
+@workdir_option
 @click.option("--user", "-u", metavar="U", help="Run as this user of the sandbox.")
-@click.option(
-    "--timeout",
-    type=seconds,
-    metavar="TIME",
-    help="End the command after this long: 90s, 15m. Exit code 124.",
-)
-@click.option("--stdin", "-i", is_flag=True, help="Pass our standard input on.")
-@click.option("--tty", "-t", is_flag=True, help="Give it a terminal (implies --stdin).")
+@timeout_option
+@stdin_option
+@tty_option
 @click.argument("sandbox", metavar="ID")
 @click.argument("cmd", nargs=-1, required=True, metavar="-- CMD…")
 def command(

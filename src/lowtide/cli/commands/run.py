@@ -6,7 +6,14 @@ from typing import Any
 
 import click
 
-from lowtide.cli.parameters import COMMAND_SETTINGS, creation_arguments, creation_options, seconds
+from lowtide.cli.parameters import (
+    COMMAND_SETTINGS,
+    creation_arguments,
+    creation_options,
+    stdin_option,
+    timeout_option,
+    tty_option,
+)
 
 
 @click.command(
@@ -15,14 +22,9 @@ from lowtide.cli.parameters import COMMAND_SETTINGS, creation_arguments, creatio
     context_settings=COMMAND_SETTINGS,
 )
 @creation_options
-@click.option(
-    "--timeout",
-    type=seconds,
-    metavar="TIME",
-    help="End the command after this long: 90s, 15m. Exit code 124.",
-)
-@click.option("--stdin", "-i", is_flag=True, help="Pass our standard input on.")
-@click.option("--tty", "-t", is_flag=True, help="Give it a terminal (implies --stdin).")
+@timeout_option
+@stdin_option
+@tty_option
 @click.argument("cmd", nargs=-1, required=True, metavar="-- CMD…")
 def command(*, timeout: float | None, stdin: bool, tty: bool, cmd: tuple[str, ...], **creation: Any) -> int:
     """Run CMD in a new sandbox and return its exit code.

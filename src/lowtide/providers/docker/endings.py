@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from lowtide.errors import LowtideError, SandboxGone, SandboxNotFoundError, SandboxUnavailableError
-from lowtide.providers.base import SandboxState
+from lowtide.providers.base import SandboxInfo, SandboxState
 from lowtide.providers.docker import inside
 
 if TYPE_CHECKING:
@@ -20,12 +20,9 @@ async def explained(provider: DockerProvider, sandbox_id: str, error: LowtideErr
     """A refusal to run something, as what it means: the sandbox has ended, or is paused."""
     words = str(error)
     if isinstance(error, SandboxNotFoundError) or "is not running" in words or "state improper" in words:
-        try:
-            info = await provider.get(sandbox_id)
-        except SandboxNotFoundError:
-            return gone(sandbox_id, await why_gone(provider, sandbox_id))
-        except LowtideError as worse:
-            return worse
+        info = await _look(provider, sandbox_id)
+        if isinstance(info, LowtideError):
+            return info
         if info.state is SandboxState.PAUSED:
             return paused(sandbox_id)
         if info.state.terminal or info.state is SandboxState.ENDING:
@@ -38,12 +35,9 @@ async def explained(provider: DockerProvider, sandbox_id: str, error: LowtideErr
 async def lost(provider: DockerProvider, sandbox_id: str, error: LowtideError) -> LowtideError:
     """The connection broke. It does so a moment before the engine knows that a container has ended."""
     for pause in (0.02, 0.05, 0.1, 0.2, 0.4, 0.0):
-        try:
-            info = await provider.get(sandbox_id)
-        except SandboxNotFoundError:
-            return gone(sandbox_id, await why_gone(provider, sandbox_id))
-        except LowtideError as worse:
-            return worse
+        info = await _look(provider, sandbox_id)
+        if isinstance(info, LowtideError):
+            return info
         if info.state.terminal:
             return gone(sandbox_id, info.reason or await why_gone(provider, sandbox_id))
         await asyncio.sleep(pause)
@@ -52,13 +46,20 @@ async def lost(provider: DockerProvider, sandbox_id: str, error: LowtideError) -
 
 async def ended_with(provider: DockerProvider, sandbox_id: str, code: int) -> int | LowtideError:
     """A command's exit code as the engine has it, unless it was the whole container that ended."""
+    info = await _look(provider, sandbox_id)
+    if isinstance(info, LowtideError):
+        return info
+    return gone(sandbox_id, info.reason or "exited") if info.state.terminal else code
+
+
+async def _look(provider: DockerProvider, sandbox_id: str) -> SandboxInfo | LowtideError:
+    """What it is now, or the error that says why that cannot be told: mostly that it is gone, and how."""
     try:
-        info = await provider.get(sandbox_id)
+        return await provider.get(sandbox_id)
     except SandboxNotFoundError:
         return gone(sandbox_id, await why_gone(provider, sandbox_id))
     except LowtideError as error:
         return error
-    return gone(sandbox_id, info.reason or "exited") if info.state.terminal else code
 
 
 def paused(sandbox_id: str) -> SandboxUnavailableError:
