@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 import threading
+import urllib.request
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lowtide.providers.daytona.access import Access
@@ -40,6 +43,7 @@ class Client:
             self._making = loop.create_task(_apart(lambda: _make(self._access)))
         try:
             self._sdk = await asyncio.shield(self._making)
+            _spare_lookups(self._sdk)
         finally:
             if self._making is not None and self._making.done():
                 self._making = None
@@ -91,6 +95,23 @@ def _make(access: Access) -> AsyncDaytona:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return AsyncDaytona(DaytonaConfig(**said))
+
+
+def _spare_lookups(sdk: AsyncDaytona) -> None:
+    """aiohttp looks for a proxy and for a netrc before every request, in a thread each. Where there is
+    neither, it need not."""
+    session = getattr(getattr(sdk, "_shared_session", None), "session", None)
+    if getattr(session, "_trust_env", None) is True and not _ways_around():
+        session._trust_env = False  # type: ignore[union-attr]
+
+
+def _ways_around() -> bool:
+    if os.environ.get("NETRC") or any(kind != "no" for kind in urllib.request.getproxies()):
+        return True
+    try:
+        return any((Path.home() / name).exists() for name in (".netrc", "_netrc"))
+    except (OSError, RuntimeError):
+        return True
 
 
 async def _apart(work: Callable[[], T]) -> T:

@@ -39,6 +39,7 @@ _TRIES = 6
 _LOST = (None, 502, 503, 504)
 """What says nothing about the command: no answer at all, or one from somebody on the way."""
 _NOT_FOUND, _KILLED = 127, 128
+_ANSWER = re.compile(r"([-!]|\+\d+|=\d+;\d+;[^;\s]*;[^;\s]*);")
 _DROPPED_AT_ONCE = 16
 _MARK_SECONDS = 600.0
 """How long a request may be under way: after that nobody sends its command any more."""
@@ -106,7 +107,8 @@ async def run(
     text = _text(path, wrapping, spec, working_dir, calls.drop())
     answer, code = await _asked(box, text)
     calls.answered(path)
-    said = re.search(re.escape(wrapping.mark) + r"([-!]|\+\d+|=\d+;\d+;[^;\s]*;[^;\s]*);", answer)
+    at = answer.find(wrapping.mark)
+    said = _ANSWER.match(answer, at + len(wrapping.mark)) if at >= 0 else None
     if said is None:
         if code == _NOT_FOUND:
             raise NoPerl("there is no Perl")
