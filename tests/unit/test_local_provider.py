@@ -683,6 +683,25 @@ async def test_nothing_runs_in_a_paused_sandbox(provider: LocalProvider, sandbox
         await provider.pause(sandbox)
 
 
+async def test_pausing_does_not_wait_for_a_child_it_stopped_before_its_program_began(
+    provider: LocalProvider, sandbox: str
+) -> None:
+    # The child waits for a writer of the pipe before its program begins, and its parent waits for that.
+    script = (
+        "import os; os.mkfifo('/tmp/pipe'); print('here', flush=True); os.posix_spawn('/bin/true', ['true'],"
+        " {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, '/tmp/pipe', os.O_RDONLY, 0)]); os.wait(); print('on')"
+    )
+    process = await provider.start_process(sandbox, ProcessSpec(argv=(sys.executable, "-c", script)))
+    output = process.output()
+    assert await anext(output) == (1, b"here\n")
+    await asyncio.sleep(0.5)
+    await provider.pause(sandbox)
+    await provider.resume(sandbox)
+    await run(provider, sandbox, "sh", "-c", ": > /tmp/pipe")
+    assert await anext(output) == (1, b"on\n")
+    await process.aclose()
+
+
 async def test_a_create_cut_off_after_its_directory_is_found_and_ended(
     provider: LocalProvider, tmp_path: Path
 ) -> None:

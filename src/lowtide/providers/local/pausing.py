@@ -12,14 +12,22 @@ from lowtide.providers.local.destroy import members, state
 from lowtide.providers.local.place import Place, ProcessMark
 
 _PATIENCE_SECONDS = 10.0
+_MOMENT_SECONDS = 0.25
+_STOPPED = ("T", "t", "Z", "X", "")
+_ASLEEP = (*_STOPPED, "D")
+"""With the signal waiting for it, one in an uninterruptible sleep runs no more either. A parent sleeps so
+until its new child has begun its program (vfork), which a child that was stopped first never does."""
 
 
 def pause(place: Place, inner: ProcessMark) -> None:
     """Returns when nothing in it runs. What is stopped cannot fork, so looking again finds what was missed."""
     place.set_paused(True)
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while running := [pid for pid in _own(inner) if state(pid) not in ("T", "t", "")]:
-        if time.monotonic() > deadline:
+    began = time.monotonic()
+    while running := [pid for pid in _own(inner) if state(pid) not in _STOPPED]:
+        waited = time.monotonic() - began
+        if waited > _MOMENT_SECONDS and all(state(pid) in _ASLEEP for pid in running):
+            return
+        if waited > _PATIENCE_SECONDS:
             resume(place, inner)
             raise SandboxUnavailableError(
                 "its processes do not stop", provider="local", sandbox_id=place.sandbox_id, retryable=True
