@@ -52,6 +52,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "lowtide_requires(*capabilities): skipped on a provider that does not declare them"
     )
+    config.addinivalue_line(
+        "markers", "lowtide_refuses(*capabilities): a test of the refusal of what a provider does not declare"
+    )
     # What the conformance suite is marked with, for runs with --strict-markers.
     config.addinivalue_line("markers", "slow: takes more than ten seconds")
     if not config.pluginmanager.hasplugin("timeout"):

@@ -46,6 +46,11 @@ def requires(*capabilities: Capability) -> pytest.MarkDecorator:
     return pytest.mark.lowtide_requires(*capabilities)
 
 
+def refuses(*capabilities: Capability) -> pytest.MarkDecorator:
+    """A test of the refusal, once for each of these that a provider does not declare: its argument `capability`."""
+    return pytest.mark.lowtide_refuses(*capabilities)
+
+
 class Conformance:
     """Base of all conformance classes. The test module defines the fixture `provider_under_test`.
 

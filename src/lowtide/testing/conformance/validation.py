@@ -10,7 +10,13 @@ import pytest
 from lowtide import Sandbox
 from lowtide.errors import UnsupportedError, ValidationError
 from lowtide.providers.base import Capability, Provider
-from lowtide.testing.conformance.base import ANSWER_SECONDS, Conformance, ProviderUnderTest, create_keywords
+from lowtide.testing.conformance.base import (
+    ANSWER_SECONDS,
+    Conformance,
+    ProviderUnderTest,
+    create_keywords,
+    refuses,
+)
 
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("no_such_keyword", {"no_such_keyword": 1}),
@@ -65,30 +71,32 @@ class ValidationConformance(Conformance):
         assert Sandbox.list(tags=[tag], provider=provider_under_test.name).result(ANSWER_SECONDS) == []
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        for argument, asks in (("asked", ASKS), ("called", CALLS)):
-            if argument in metafunc.fixturenames:
-                refused = [capability for capability in asks if capability not in (self.declared or ())]
-                metafunc.parametrize(argument, refused, ids=str)
+        mark = metafunc.definition.get_closest_marker("lowtide_refuses")
+        if mark is not None:
+            refused = [capability for capability in mark.args if capability not in (self.declared or ())]
+            metafunc.parametrize("capability", refused, ids=str)
 
+    @refuses(*ASKS)
     def test_what_the_provider_cannot_do_is_refused_before_anything_is_created(
-        self, asked: Capability, tag: str, provider_under_test: ProviderUnderTest, provider: Provider
+        self, capability: Capability, tag: str, provider_under_test: ProviderUnderTest, provider: Provider
     ) -> None:
-        _skip_if_declared(provider, asked)
+        _skip_if_declared(provider, capability)
         with pytest.raises(UnsupportedError) as caught:
-            Sandbox.run(**create_keywords(provider_under_test, tags=[tag], **ASKS[asked]))
+            Sandbox.run(**create_keywords(provider_under_test, tags=[tag], **ASKS[capability]))
         assert caught.value.provider == provider.name
         assert caught.value.feature
         assert Sandbox.list(tags=[tag], provider=provider.name).result(ANSWER_SECONDS) == []
 
+    @refuses(*CALLS)
     def test_a_call_the_provider_cannot_do_is_refused_before_anything_is_created(
-        self, called: Capability, tag: str, provider_under_test: ProviderUnderTest, provider: Provider
+        self, capability: Capability, tag: str, provider_under_test: ProviderUnderTest, provider: Provider
     ) -> None:
-        _skip_if_declared(provider, called)
+        _skip_if_declared(provider, capability)
         box = Sandbox(**create_keywords(provider_under_test, tags=[tag]))
         with pytest.raises(UnsupportedError) as caught:
-            CALLS[called](box)
+            CALLS[capability](box)
         assert caught.value.provider == provider.name
-        assert caught.value.feature == called
+        assert caught.value.feature == capability
         assert Sandbox.list(tags=[tag], provider=provider.name).result(ANSWER_SECONDS) == []
 
 

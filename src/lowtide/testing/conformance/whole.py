@@ -54,10 +54,13 @@ def tests(under_test: ProviderUnderTest) -> dict[str, Any]:
 
 def _applying(name: str, base: type[Conformance], declared: frozenset[Capability]) -> type[Conformance]:
     # None in place of a test hides the one of the base class from pytest.
-    hidden = {test: None for test in dir(base) if not _required(getattr(base, test)) <= declared}
+    hidden = {test: None for test in dir(base) if not _applies(getattr(base, test), declared)}
     return type(name, (base,), {"declared": declared, "__doc__": base.__doc__, **hidden})
 
 
-def _required(test: object) -> frozenset[Capability]:
-    marks: list[pytest.Mark] = getattr(test, "pytestmark", [])
-    return frozenset(word for mark in marks if mark.name == "lowtide_requires" for word in mark.args)
+def _applies(test: object, declared: frozenset[Capability]) -> bool:
+    marks: dict[str, pytest.Mark] = {mark.name: mark for mark in getattr(test, "pytestmark", [])}
+    required, refused = marks.get("lowtide_requires"), marks.get("lowtide_refuses")
+    if required is not None and not declared.issuperset(required.args):
+        return False
+    return refused is None or not declared.issuperset(refused.args)
