@@ -35,7 +35,13 @@ def restrictions(status: str) -> list[str]:
 
 async def test_what_enters_is_restricted_as_the_first_process_is(provider: LocalProvider) -> None:
     made = await provider.create(
-        spec(command=("sh", "-c", "cat /proc/self/status >/first; ulimit -a | grep -v locks >/limits; sleep 1000"))
+        spec(
+            command=(
+                "sh",
+                "-c",
+                "cat /proc/self/status >/first; ulimit -a | grep -v locks >/limits; sleep 1000",
+            )
+        )
     )
     await asyncio.sleep(0.3)
     _, entered, _ = await run(provider, made.sandbox_id, "cat", "/proc/self/status")
