@@ -69,6 +69,22 @@ def measured(served: Any, given: argparse.Namespace) -> list[Comparison]:
         rows.append(
             _row("parallel", f"{given.crowd} at once: create, exec, delete", ours, theirs, CROWD_LIMIT)
         )
+        ours, theirs = interleave(
+            lambda: timed(lambda: mine.crowd(given.crowd)),
+            lambda: timed(lambda: raw.crowd(given.crowd, confirm=True)),
+            samples=given.rounds,
+            warm_up=0,
+        )
+        rows.append(
+            _row(
+                "parallel-confirmed",
+                f"{given.crowd} at once: create, exec, delete",
+                ours,
+                theirs,
+                CROWD_LIMIT,
+                "that waits for its delete",
+            )
+        )
         rows.append(ending(served, given.ending, given.rounds))
     finally:
         raw.close()
@@ -162,9 +178,9 @@ class Raw:
     def life(self, *, confirm: bool = False) -> None:
         self._loop.run_until_complete(self._life(confirm))
 
-    def crowd(self, count: int) -> None:
+    def crowd(self, count: int, *, confirm: bool = False) -> None:
         async def all_of_them() -> None:
-            await asyncio.gather(*(self._life(False) for _ in range(count)))
+            await asyncio.gather(*(self._life(confirm) for _ in range(count)))
 
         self._loop.run_until_complete(all_of_them())
 

@@ -100,9 +100,13 @@ def _make(access: Access) -> AsyncDaytona:
 def _spare_lookups(sdk: AsyncDaytona) -> None:
     """aiohttp looks for a proxy and for a netrc before every request, in a thread each. Where there is
     neither, it need not."""
-    session = getattr(getattr(sdk, "_shared_session", None), "session", None)
-    if getattr(session, "_trust_env", None) is True and not _ways_around():
-        session._trust_env = False  # type: ignore[union-attr]
+    shared: Any = getattr(sdk, "_shared_session", None)
+    client = getattr(getattr(sdk, "_api_client", None), "rest_client", None)
+    if _ways_around() or client is None or not hasattr(shared, "_ensure_session"):
+        return
+    shared._ensure_session(client)  # else it is made with the first request
+    if getattr(shared.session, "_trust_env", None) is True:
+        shared.session._trust_env = False
 
 
 def _ways_around() -> bool:

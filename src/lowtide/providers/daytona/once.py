@@ -95,8 +95,8 @@ def fits(spec: ProcessSpec) -> bool:
     """Whether a call can carry it: no input, no terminal, and not too long."""
     if spec.stdin or spec.tty is not None:
         return False
-    words = (*spec.argv, *spec.environment, *spec.environment.values())
-    return sum(len(word) + 8 for word in words) < LONGEST // 4
+    words = (*spec.argv, *spec.environment, *spec.environment.values(), spec.cwd or "")
+    return sum(len(quoted(word).encode("utf-8", "replace")) + 4 for word in words) < LONGEST
 
 
 async def run(

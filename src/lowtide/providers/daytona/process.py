@@ -77,21 +77,20 @@ class DaytonaProcess:
         """Returns when it has been started, once, or has already ended. Raises what the SDK raises."""
         wrapping = script.Wrapping()
         if sessions.calls.usable and once.fits(spec):
+            inside = Inside(box, wrapping.tag, explain)
             try:
                 ran = await once.run(box, sessions.calls, wrapping, spec, working_dir)
+                if isinstance(ran, once.Ended):
+                    return once.EndedProcess(ran, inside.terminate)
+                session, command_id = await sessions.begin(ran.follow)
             except once.NothingRan as error:
                 log.info("sandbox %s: commands go through sessions: %s", box.id, error)
                 sessions.calls.usable = False
                 sessions.has_perl = sessions.has_perl and not isinstance(error, once.NoPerl)
+            except BaseException:  # it may run, and nobody would ever hear of it
+                sessions.watch(asyncio.ensure_future(_given_up(inside)))
+                raise
             else:
-                inside = Inside(box, wrapping.tag, explain)
-                if isinstance(ran, once.Ended):
-                    return once.EndedProcess(ran, inside.terminate)
-                try:
-                    session, command_id = await sessions.begin(ran.follow)
-                except BaseException:  # it runs, and nobody would ever hear of it
-                    sessions.watch(asyncio.ensure_future(inside.terminate(0.0)))
-                    raise
                 return cls(
                     *(box, sessions, session, command_id),
                     wrapping=wrapping,
@@ -327,3 +326,8 @@ class DaytonaProcess:
                     raise meant from failure
                 await asyncio.sleep(delay)
                 delay *= 2
+
+
+async def _given_up(inside: Inside) -> None:
+    with contextlib.suppress(errors.LowtideError):  # the sandbox's own end covers it
+        await inside.terminate(0.0)
