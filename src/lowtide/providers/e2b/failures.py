@@ -85,10 +85,16 @@ def translated(
     return None
 
 
-def _by_status(error: Exception, text: str, context: dict[str, Any]) -> errors.LowtideError:
+def status_of(error: BaseException | None) -> int | None:
+    """The HTTP status of what the SDK raised. The older ones say it in the text alone."""
     status = getattr(error, "status_code", None)
-    if status is None and (found := _STATUS.match(text)):
+    if status is None and (found := _STATUS.match(str(error))):
         status = int(found[1])
+    return status
+
+
+def _by_status(error: Exception, text: str, context: dict[str, Any]) -> errors.LowtideError:
+    status = status_of(error)
     if status == 403:
         return errors.AuthenticationError(f"{text}: this account may not do that", **context)
     if status in (400, 404, 422):

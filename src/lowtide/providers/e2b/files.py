@@ -82,7 +82,7 @@ exec mv -fT -- "$1" "$t" """
 
 
 async def _upload(box: AsyncSandbox, path: str, counted: _Counted, *, user: str | None) -> None:
-    call = asyncio.ensure_future(box.files.write(path, aiter(counted), user=user))
+    call = asyncio.ensure_future(_send(box, path, aiter(counted), user))
     try:
         before = -1
         while not (await asyncio.wait({call}, timeout=IDLE_SECONDS))[0]:
@@ -100,6 +100,26 @@ async def _upload(box: AsyncSandbox, path: str, counted: _Counted, *, user: str 
         if not call.done():
             call.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             call.cancel()
+
+
+async def _send(box: AsyncSandbox, path: str, chunks: AsyncIterator[bytes], user: str | None) -> None:
+    from e2b.sandbox.filesystem import filesystem
+    from e2b.sandbox_async.filesystem import filesystem as using
+
+    if hasattr(filesystem, "AsyncWriteEntry"):
+        await box.files.write(path, chunks, user=user)
+        return
+    # An SDK that takes no stream yet: the request that the newer ones make of it.
+    answer = await box._envd_api.post(
+        using.ENVD_API_FILES_ROUTE,
+        content=chunks,
+        headers={"Content-Type": "application/octet-stream"},
+        params={"path": path, **({"username": user} if user else {})},
+        timeout=None,
+    )
+    error = await using._ahandle_filesystem_envd_api_exception(answer)
+    if error is not None:
+        raise error
 
 
 async def _run(box: AsyncSandbox, path: str, text: str, *arguments: str, user: str | None) -> None:

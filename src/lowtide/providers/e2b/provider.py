@@ -35,7 +35,7 @@ from lowtide.providers.e2b.control import Control
 from lowtide.providers.e2b.creation import options_of
 from lowtide.providers.e2b.deadline import within
 from lowtide.providers.e2b.described import failed, gone, info_of
-from lowtide.providers.e2b.failures import mapped
+from lowtide.providers.e2b.failures import mapped, status_of
 from lowtide.providers.e2b.options import E2BOptions
 
 if TYPE_CHECKING:
@@ -135,10 +135,9 @@ class E2BProvider:
         try:
             made = await self._create(asked, CREATE_SECONDS)
         except errors.SandboxUnavailableError as error:
-            # The connection broke with the request on its way. What it made has our labels; if it made
-            # nothing, the same key can be used again.
+            # What the request made has our labels; if it made nothing, the same key can be used again.
             left = CREATE_SECONDS - (time.monotonic() - began)
-            if isinstance(error, errors.RateLimitError) or not _was_cut(error) or left < 5:
+            if isinstance(error, errors.RateLimitError) or not _was_lost(error) or left < 5:
                 raise
             log.info("lease %s: the answer to create was lost; looking for what it made", spec.lease_id)
             found = await self.find(spec)
@@ -471,13 +470,15 @@ class E2BProvider:
         return errors.SandboxUnavailableError(str(error), provider=self.name, sandbox_id=sandbox_id)
 
 
-def _was_cut(error: BaseException) -> bool:
-    """Whether the connection broke, so that nobody knows what the request did."""
+def _was_lost(error: errors.LowtideError) -> bool:
+    """Whether the connection broke, or somebody on the way gave up: nobody knows what the request did."""
     import httpx
 
-    return isinstance(error.__cause__, httpx.TransportError) and not isinstance(
-        error.__cause__, httpx.ConnectError | httpx.TimeoutException
-    )
+    cause = error.__cause__
+    if isinstance(cause, httpx.TransportError):
+        return not isinstance(cause, httpx.ConnectError | httpx.TimeoutException)
+    # The newer SDKs have sent it again by themselves, under the same key; the older ones have not.
+    return status_of(cause) in (502, 504)
 
 
 def _is_id(sandbox_id: str) -> bool:
