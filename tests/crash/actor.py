@@ -35,7 +35,8 @@ def make(count: int = COUNT) -> list[Sandbox]:
 def wait_to_be_struck() -> None:
     say("READY")
     while True:
-        time.sleep(60)
+        # Short: a signal that Python has noted just before it goes to sleep is handled only after the sleep.
+        time.sleep(0.2)
 
 
 def hold() -> None:
