@@ -428,8 +428,7 @@ async def test_ids_that_lead_elsewhere_are_not_found(provider: LocalProvider) ->
     for bad in ("../../etc", "a/b", ".", "..", "", "a\0b"):
         with pytest.raises(SandboxNotFoundError):
             await provider.get(bad)
-        with pytest.raises(SandboxNotFoundError):
-            await provider.destroy(bad)
+        assert await provider.destroy(bad) is False
 
 
 async def test_an_image_that_is_missing_says_what_to_run(provider: LocalProvider) -> None:

@@ -110,8 +110,8 @@ async def run(
     at = answer.find(wrapping.mark)
     said = _ANSWER.match(answer, at + len(wrapping.mark)) if at >= 0 else None
     if said is None:
-        if code == _NOT_FOUND:
-            raise NoPerl("there is no Perl")
+        if code == _NOT_FOUND or "-e line" in answer:  # the second is Perl's own, before it runs anything
+            raise NoPerl("there is no Perl, or one that does not understand the program")
         if 0 <= code < _KILLED:
             raise errors.SandboxUnavailableError(
                 f"what ran the command did not say how it ended (exit code {code})",

@@ -1,4 +1,4 @@
-"""One command in a sandbox: started once in a session, followed through its log, however often that breaks."""
+"""One command in a sandbox: started once, followed through a session's log, however often that breaks."""
 
 from __future__ import annotations
 

@@ -192,6 +192,8 @@ class LocalProvider:
                 yield info
 
     async def destroy(self, sandbox_id: str, *, grace_seconds: float = 0.0) -> bool:
+        if not valid_id(sandbox_id):
+            return False  # nothing can have this id
         place = self._place(sandbox_id)
         self._entrance.forget(sandbox_id)
         for key in [key for key in self._forwarders if key[0] == sandbox_id]:

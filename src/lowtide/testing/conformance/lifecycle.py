@@ -32,6 +32,10 @@ from lowtide.testing.conformance.base import (
 CALM = (Outcome.DESTROYED, Outcome.ALREADY_GONE)
 
 
+IMPOSSIBLE_IDS = ("", ".", "..", "../../etc", "/", "a/b/c", "a b", "a\0b", "a\nb", "a?b", "a%2fb", "é")
+"""Ids that nothing can have on any provider."""
+
+
 class LifecycleConformance(Conformance):
     def test_a_with_block_ends_it(self, provider_under_test: ProviderUnderTest, provider: Provider) -> None:
         with Sandbox.run(**create_keywords(provider_under_test)) as box:
@@ -259,6 +263,12 @@ class LifecycleConformance(Conformance):
             Sandbox.delete(MISSING_ID, provider=provider_under_test.name).result(ANSWER_SECONDS)
         Sandbox.delete(MISSING_ID, provider=provider_under_test.name, missing_ok=True).result(ANSWER_SECONDS)
 
+    @pytest.mark.parametrize("sandbox_id", IMPOSSIBLE_IDS, ids=ascii)
+    def test_an_id_that_nothing_can_have_is_not_there(self, sandbox_id: str, provider: Provider) -> None:
+        with pytest.raises(SandboxNotFoundError):
+            engine().run(provider.get(sandbox_id), ANSWER_SECONDS)
+        assert engine().run(provider.destroy(sandbox_id), ANSWER_SECONDS) is False
+
     def test_delete_twice(self, make_sandbox: Callable[..., Sandbox], provider: Provider) -> None:
         box = make_sandbox()
         assert box.sandbox_id is not None
@@ -309,8 +319,6 @@ class LifecycleConformance(Conformance):
 
 
 MISSING_ID = "01arz3ndektsv4rrffq69g5fav"
-IMPOSSIBLE_IDS = ("", ".", "..", "../../etc", "/", "a/b/c", "a b", "a\0b", "a\nb", "a?b", "a%2fb", "é")
-"""Ids that nothing can have on any provider."""
 
 _MAKE_ONE = """
 from lowtide import Sandbox
