@@ -83,7 +83,7 @@ sub answered {    # kept first: it may be asked for again
 	all(*B, "$m$_[0]\n");
 	close B;
 }
-sub heard { my ($s, $d) = @_; $held{$s} .= $d; $left = 0.04 if !$size && $left > 0.04; $size += length $d }
+sub heard { my ($s, $d) = @_; $held{$s} .= $d; $left = 0.1 if !$size && $left > 0.1; $size += length $d }
 my $heard = \&heard;
 sub take {        # false at the end of the stream
 	my ($s) = @_;
