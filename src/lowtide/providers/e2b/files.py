@@ -22,6 +22,7 @@ IDLE_SECONDS = 120.0
 """How long a transfer may stand still."""
 _REMOVE_SECONDS = 10.0
 _SMALL_BYTES = 256 << 10
+_PIECE_BYTES = 512 << 10
 
 
 async def read(box: AsyncSandbox, path: str, *, user: str | None) -> AsyncIterator[bytes]:
@@ -29,16 +30,29 @@ async def read(box: AsyncSandbox, path: str, *, user: str | None) -> AsyncIterat
     reader = await within(IDLE_SECONDS, opening, f"reading {path}", box.sandbox_id)
     try:
         chunks = aiter(reader)
-        while True:
-            async with asyncio.timeout(IDLE_SECONDS):
-                try:
-                    chunk = await anext(chunks)
-                except StopAsyncIteration:
-                    return
-            yield chunk
+        while piece := await _piece(chunks):
+            yield piece
     finally:
         with contextlib.suppress(Exception):
             await reader.aclose()
+
+
+async def _piece(chunks: AsyncIterator[bytes]) -> bytes:
+    """The next chunks, up to a size that is worth passing on; nothing at the end."""
+    parts: list[bytes] = []
+    size = 0
+    loop = asyncio.get_running_loop()
+    heard = loop.time()
+    async with asyncio.timeout_at(heard + IDLE_SECONDS) as limit:
+        async for chunk in chunks:
+            parts.append(chunk)
+            size += len(chunk)
+            if size >= _PIECE_BYTES:
+                break
+            if loop.time() - heard > 1:
+                heard = loop.time()
+                limit.reschedule(heard + IDLE_SECONDS)
+    return b"".join(parts)
 
 
 async def write(
