@@ -36,8 +36,9 @@ from lowtide.providers.local.snapshots import SnapshotStore
 from lowtide.providers.local.spawner_client import SpawnerClient
 from lowtide.providers.local.workshop import Workshop
 
-# After a create, when nothing was destroyed meanwhile: then the next one gets a process that is ready.
-_SPARE_SECONDS = 0.05
+# When the next one is prepared: a while after a create, so that its first command comes first; a moment after an
+# end, so that its caller hears of that first.
+_AFTER_CREATE_SECONDS, _AFTER_END_SECONDS = 0.05, 0.001
 
 
 class LocalProvider:
@@ -145,7 +146,7 @@ class LocalProvider:
         info = launch.info() if inner.start_time else place.info()
         if info is None or not place.exists():
             raise gone(place.sandbox_id, "the sandbox was ended while it was made")
-        asyncio.get_running_loop().call_later(_SPARE_SECONDS, self._prepare, client)
+        asyncio.get_running_loop().call_later(_AFTER_CREATE_SECONDS, self._prepare, client)
         return info
 
     def _prepare(self, client: SpawnerClient | None) -> None:
@@ -199,7 +200,7 @@ class LocalProvider:
         for key in [key for key in self._forwarders if key[0] == sandbox_id]:
             self._forwarders.pop(key)[0].close()
         ended = await destroy.destroy_on_loop(place, self.home / "trash", grace_seconds)
-        asyncio.get_running_loop().call_later(_SPARE_SECONDS / 10, self._prepare, self._workshop.client)
+        asyncio.get_running_loop().call_later(_AFTER_END_SECONDS, self._prepare, self._workshop.client)
         return ended
 
     def _destroy(self, place: Place, grace_seconds: float) -> bool:
