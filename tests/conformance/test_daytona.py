@@ -18,45 +18,14 @@ def _emulator() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def provider_under_test(_emulator: None) -> suite.ProviderUnderTest:
-    return suite.ProviderUnderTest(
-        name="daytona",
-        keywords={"provider_options": {"user": "root"}},
-        parallel=12,
-        timeout_seconds=4.0,
-        max_lifetime_seconds=60.0,
+globals().update(
+    suite.tests(
+        suite.ProviderUnderTest(
+            name="daytona",
+            keywords={"provider_options": {"user": "root"}},
+            parallel=12,
+            timeout_seconds=4.0,
+            max_lifetime_seconds=60.0,
+        )
     )
-
-
-class TestExec(suite.ExecConformance): ...
-
-
-class TestStreams(suite.StreamsConformance): ...
-
-
-class TestFiles(suite.FilesConformance): ...
-
-
-class TestTrees(suite.TreesConformance): ...
-
-
-class TestLifecycle(suite.LifecycleConformance): ...
-
-
-class TestSessions(suite.SessionConformance): ...
-
-
-class TestFeatures(suite.FeaturesConformance): ...
-
-
-class TestValidation(suite.ValidationConformance): ...
-
-
-class TestCancellation(suite.CancellationConformance): ...
-
-
-class TestConcurrency(suite.ConcurrencyConformance): ...
-
-
-class TestIsolation(suite.IsolationConformance): ...
+)
