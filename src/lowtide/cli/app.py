@@ -24,6 +24,7 @@ COMMANDS = {
     "rm": "Delete sandboxes, kept or not.",
     "cp": "Copy files or directories into or out of a sandbox.",
     "image": "Import, pull, list and remove images of the local provider.",
+    "snapshot": "List and remove snapshots of sandboxes.",
     "emulate": "Serve providers' own protocols on this machine (e2b, daytona).",
     "sweep": "Find orphans and end those that may be ended.",
     "adopt": "Keep a sandbox alive beyond its owner, until a time.",
