@@ -20,6 +20,11 @@ PROVIDER, SCENARIO, COUNT = sys.argv[1], sys.argv[2], int(sys.argv[3])
 OPTIONS = {"provider": PROVIDER, "tags": ["crash"]}
 
 
+# A shell starts what it runs in the background with these ignored, and so would the whole suite be then.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+
+
 def say(*words: object) -> None:
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
