@@ -20,9 +20,10 @@ PROVIDER, SCENARIO, COUNT = sys.argv[1], sys.argv[2], int(sys.argv[3])
 OPTIONS = {"provider": PROVIDER, "tags": ["crash"]}
 
 
-# A shell starts what it runs in the background with these ignored, and so would the whole suite be then.
+# Ignored, if the suite was started by a shell in the background or with nohup: then they are ignored with us, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def say(*words: object) -> None:
