@@ -169,6 +169,14 @@ def resolve(
     return base.merged(given)
 
 
+def default_provider() -> str:
+    """The name of the provider where nobody says one: the environment's, the file's, or this machine's."""
+    from lowtide.providers import registry
+
+    chosen = resolve().provider or registry.default_name()
+    return chosen if isinstance(chosen, str) else chosen.name
+
+
 def settings(defaults: SandboxDefaults | Mapping[str, Any] | None = None) -> list[Setting]:
     """Every keyword with its value and where that came from; what ``lowtide config`` shows."""
     from lowtide.providers import registry

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from lowtide import validate
+from lowtide.defaults import default_provider
 from lowtide.errors import (
     AuthenticationError,
     MissingDependencyError,
@@ -156,7 +157,7 @@ def _ended(lease: Lease) -> SandboxInfo:
 
 def _places(leases: Sequence[Lease]) -> list[Provider]:
     """The default provider, and every other with an open lease that can be connected from here."""
-    default = registry.default_name()
+    default = default_provider()
     places: list[Provider] = [registry.provider(default)]
     for name in sorted(
         {lease.provider for lease in leases if lease.state is not LeaseState.GONE} - {default}
@@ -174,4 +175,4 @@ async def _provider_of(sandbox_id: str) -> Provider:
     for lease in await lifecycle().leases():
         if lease.sandbox_id == sandbox_id:
             return registry.provider(lease.provider)
-    return registry.provider()
+    return registry.provider(default_provider())

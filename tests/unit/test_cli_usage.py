@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -123,6 +124,14 @@ def test_config_says_where_each_value_came_from_and_shows_no_secret(cli: Cli) ->
     assert settings["home"]["value"] == str(cli.home)
     assert settings["working_dir"]["source"] == "default"
     assert "from-file" in cli("config").stdout.decode()
+
+
+def test_the_provider_of_the_file_is_the_one_that_commands_without_one_mean(cli: Cli) -> None:  # noqa: F811
+    (cli.home / "config.toml").write_text('provider = "docker"\n')
+    assert [one["name"] for one in cli.json("providers") if one["default"]] == ["docker"]
+    swept = cli("sweep", "--dry-run", "--json", DOCKER_HOST="unix:///nowhere/docker.sock")
+    found = [(one["provider"], one["action"]) for one in json.loads(swept.stdout)]
+    assert (swept.returncode, found) == (exit_codes.ERROR, [("docker", "failed")])
 
 
 def test_providers_say_what_each_can_do_or_how_to_install_it(cli: Cli) -> None:  # noqa: F811

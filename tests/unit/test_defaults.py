@@ -17,7 +17,7 @@ from lowtide import (
     UnsupportedError,
     ValidationError,
 )
-from lowtide.defaults import resolve, settings
+from lowtide.defaults import default_provider, resolve, settings
 from lowtide.providers.base import NetworkMode
 
 
@@ -155,6 +155,17 @@ def test_a_value_comes_from_argument_then_environment_then_file_then_default(
     assert resolve({"keep": "always"}, {}).keep is Keep.ALWAYS
     held = resolve({"keep": "always"}, {"keep": "never", "tags": ["more"]})
     assert (held.keep, held.tags) == (Keep.NEVER, ("from-file", "more"))
+
+
+def test_where_nobody_names_a_provider_the_file_and_then_the_environment_decide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOWTIDE_HOME", str(tmp_path))
+    monkeypatch.delenv("LOWTIDE_PROVIDER", raising=False)
+    (tmp_path / "config.toml").write_text('provider = "faulty"\n')
+    assert default_provider() == "faulty"
+    monkeypatch.setenv("LOWTIDE_PROVIDER", "local")
+    assert default_provider() == "local"
 
 
 def test_a_mistake_in_the_file_names_the_file_and_the_key(

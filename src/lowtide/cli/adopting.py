@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lowtide.cli.addressing import lease_named
+from lowtide.defaults import default_provider
 from lowtide.errors import SandboxGone, SandboxNotFoundError
 from lowtide.lifecycle.lease import Keep, Lease, Outcome
 from lowtide.lifecycle.protocol import lifecycle
@@ -12,7 +13,7 @@ from lowtide.providers import registry
 async def adopt_and_keep(text: str, provider: str | None, keep_for_seconds: float) -> Lease:
     """Move the lease here in one step of the ledger, then keep it. SandboxNotFoundError, SandboxGone."""
     row = await lease_named(text, provider)
-    place = registry.provider(row.provider if row else provider)
+    place = registry.provider(row.provider if row else provider or default_provider())
     if row is not None and row.sandbox_id is None:
         raise SandboxNotFoundError(
             f"{text} is still being created; try again in a moment", provider=place.name

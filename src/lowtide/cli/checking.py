@@ -12,6 +12,7 @@ from lowtide._version import __version__
 from lowtide.cli import exit_codes
 from lowtide.cli.failures import explain
 from lowtide.cli.text import one_line, print_json
+from lowtide.defaults import default_provider
 from lowtide.engine import engine
 from lowtide.errors import LowtideError, MissingDependencyError, SandboxFailedError
 from lowtide.machine import home
@@ -36,7 +37,7 @@ class Finding:
 def check_all(provider: str | None) -> list[Finding]:
     """Every check; only a provider that was named, or the default, is really tried."""
     findings = list(_own())
-    chosen = provider or registry.default_name()
+    chosen = provider or default_provider()
     names = [chosen] if provider else sorted(registry.known(), key=lambda one: (one != chosen, one))
     for name in names:
         findings += _provider(name, tried=name == chosen)

@@ -10,6 +10,7 @@ from lowtide.cli import exit_codes
 from lowtide.cli.addressing import lease_named
 from lowtide.cli.failures import exit_code, explain
 from lowtide.cli.text import clean, print_json
+from lowtide.defaults import default_provider
 from lowtide.errors import LowtideError, SandboxNotFoundError
 from lowtide.lifecycle.lease import EndReport, LeaseState, Outcome
 from lowtide.lifecycle.protocol import lifecycle
@@ -37,7 +38,7 @@ async def remove_one(text: str, provider: str | None, *, missing_ok: bool) -> En
     """Destroy it. One that does not exist raises SandboxNotFoundError unless `missing_ok`."""
     started = time.monotonic()
     lease = await lease_named(text, provider, ended_too=True)
-    place = registry.provider(lease.provider if lease else provider)
+    place = registry.provider(lease.provider if lease else provider or default_provider())
     is_open = lease is not None and lease.state is not LeaseState.GONE
     if (
         lease is not None and is_open and lease.sandbox_id is None

@@ -7,6 +7,7 @@ import sys
 from lowtide.cli import exit_codes
 from lowtide.cli.failures import explain
 from lowtide.cli.text import clean, print_json, print_table
+from lowtide.defaults import default_provider
 from lowtide.engine import engine
 from lowtide.errors import LowtideError, UnsupportedError
 from lowtide.providers import registry
@@ -48,7 +49,7 @@ def remove_snapshots(name: str | None, snapshots: tuple[str, ...], *, missing_ok
 
 
 def _provider(name: str | None) -> Snapshots:
-    provider = registry.provider(name)
+    provider = registry.provider(name or default_provider())
     if not isinstance(provider, Snapshots):
         raise UnsupportedError(
             f"{provider.name} takes no snapshots", provider=provider.name, feature="snapshot"

@@ -6,6 +6,7 @@ from collections import Counter
 
 from lowtide.cli import exit_codes
 from lowtide.cli.text import duration, print_json, print_table
+from lowtide.defaults import default_provider
 from lowtide.engine import engine
 from lowtide.errors import LowtideError
 from lowtide.lifecycle.protocol import lifecycle
@@ -24,7 +25,7 @@ def run_sweep(
         unreachable: list[Finding] = []
     else:
         open_leases = engine().run(ledger.leases(tags=tags))
-        names = dict.fromkeys([registry.default_name(), *(lease.provider for lease in open_leases)])
+        names = dict.fromkeys([default_provider(), *(lease.provider for lease in open_leases)])
         places, unreachable = _connect(list(names))
     found = engine().run(
         sweep(ledger, places, tags=tags, older_than_seconds=older_than_seconds, dry_run=dry_run)

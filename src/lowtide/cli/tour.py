@@ -18,6 +18,7 @@ from lowtide.cli import exit_codes
 from lowtide.cli.evidence import Evidence
 from lowtide.cli.guarding import ask_guardian
 from lowtide.cli.text import clean
+from lowtide.defaults import default_provider
 from lowtide.engine import engine
 from lowtide.errors import LowtideError, SandboxFailedError
 from lowtide.lifecycle.lease import LeaseState
@@ -44,7 +45,7 @@ _WORKER_SANDBOXES = 3
 
 def tour(provider_name: str | None) -> int:
     """Tell the whole story. 0 when nothing was left behind."""
-    place = registry.provider(provider_name)
+    place = registry.provider(provider_name or default_provider())
     tag = f"demo-{secrets.token_hex(3)}"
     say = _Narrator()
     say.title(f"lowtide demo · provider {place.name} · tag {tag} · state in {home()}")

@@ -44,9 +44,10 @@ from lowtide.lifecycle.lease import (
     renewal_seconds,
 )
 from lowtide.lifecycle.ledger import OPEN_STATES, Ledger, SqliteLedger
+from lowtide.lifecycle.lifetime import lease_seconds, with_lifetime
 from lowtide.lifecycle.points import point
 from lowtide.machine import home
-from lowtide.providers.base import Capability, Labels, Provider, SandboxInfo, SandboxSpec
+from lowtide.providers.base import Labels, Provider, SandboxInfo, SandboxSpec
 
 log = logging.getLogger("lowtide.lifecycle")
 
@@ -110,7 +111,7 @@ class Lifecycle:
 
     async def create(self, provider: Provider, lease: Lease, spec: SandboxSpec) -> SandboxInfo:
         """Write the lease down, then create. Cancelling this, or any fault in it, leaves nothing behind."""
-        lease, spec = _with_lifetime(provider, keep.switched(lease), spec)
+        lease, spec = with_lifetime(provider, keep.switched(lease), spec)
         signals.install(self._end_everything)
         if self.guardian is not None:
             self.guardian.wanted(provider)
@@ -319,7 +320,7 @@ class Lifecycle:
             "owner": self.owner,
             "session": session,
             "kept_until": None,
-            "lifetime_seconds": row.lifetime_seconds or _lease_seconds(provider),
+            "lifetime_seconds": row.lifetime_seconds or lease_seconds(provider),
         }
 
     async def _write_down(self, provider: Provider, info: SandboxInfo, session: str | None) -> Lease:
@@ -329,7 +330,7 @@ class Lifecycle:
             self.new_lease(provider, tags=labels.tags if labels else (), session=session),
             state=LeaseState.LIVE,
             sandbox_id=info.sandbox_id,
-            lifetime_seconds=_lease_seconds(provider),
+            lifetime_seconds=lease_seconds(provider),
             reason=f"adopted by process {self.owner.pid}; it was not in this ledger",
         )
         await self.ledger.intend(lease)
@@ -492,34 +493,6 @@ def _look_at_failure(task: asyncio.Task[Any]) -> None:
 def _may_try_again(held: Held) -> bool:
     """After an end that failed, or one that left the sandbox kept, the next end starts anew."""
     return held.report is None or held.report.outcome in (Outcome.FAILED, Outcome.KEPT)
-
-
-def _lease_seconds(provider: Provider) -> float | None:
-    if not {Capability.LIFETIME, Capability.RENEW} <= provider.capabilities:
-        return None
-    seconds = float(os.environ.get("LOWTIDE_LEASE_SECONDS", LEASE_SECONDS))
-    most = provider.traits.max_lifetime_seconds
-    return min(seconds, most) if most else seconds
-
-
-def _with_lifetime(provider: Provider, lease: Lease, spec: SandboxSpec) -> tuple[Lease, SandboxSpec]:
-    """Put the hard provider-side lifetime into the create call, and remember it in the row."""
-    asked = None
-    if lease.max_lifetime_at is not None:
-        asked = lease.max_lifetime_at - lease.created_at
-    step = _lease_seconds(provider)
-    lifetime = asked
-    if step is not None:
-        lifetime = min(step, asked) if asked is not None else step
-    elif Capability.LIFETIME in provider.capabilities and lifetime is None:
-        lifetime = provider.traits.max_lifetime_seconds
-    lease = replace(
-        lease,
-        lifetime_seconds=step,
-        expires_at=lease.created_at + lifetime if lifetime is not None else None,
-        recovery={k: v for k, v in (("image", spec.image), ("snapshot", spec.snapshot)) if v is not None},
-    )
-    return lease, replace(spec, lifetime_seconds=lifetime)
 
 
 _lifecycle: Lifecycle | None = None

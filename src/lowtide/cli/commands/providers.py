@@ -15,10 +15,11 @@ def command(*, as_json: bool) -> None:
     One that is not installed says which command installs it.
     """
     from lowtide.cli.text import print_json, print_table
+    from lowtide.defaults import default_provider
     from lowtide.errors import LowtideError
     from lowtide.providers import registry
 
-    default = registry.default_name()
+    default = default_provider()
     found = []
     for name, entry in sorted(registry.known().items(), key=lambda item: (item[0] != default, item[0])):
         try:

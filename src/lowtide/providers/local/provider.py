@@ -42,7 +42,7 @@ _AFTER_CREATE_SECONDS, _AFTER_END_SECONDS = 0.05, 0.001
 
 
 class LocalProvider:
-    """Sandboxes on this machine. See DESIGN.md, "The local provider"."""
+    """Sandboxes on this machine: see docs/local.md."""
 
     name: ClassVar[str] = "local"
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
