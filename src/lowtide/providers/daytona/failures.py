@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from lowtide import errors
+from lowtide.providers import hosted
 
 PROVIDER = "daytona"
 
 _CREDENTIAL = "the API key was not accepted; set DAYTONA_API_KEY to one of this account"
 _QUOTA = ("quota", "limit exceeded", "exceeds the limit", "no available runners", "insufficient")
-
-
-@contextmanager
-def mapped(sandbox_id: str | None = None, *, path: str | None = None) -> Iterator[None]:
-    """Turn what happens inside into `lowtide.errors`, with the original as the cause."""
-    try:
-        yield
-    except errors.LowtideError as error:
-        error.sandbox_id = error.sandbox_id or sandbox_id
-        raise
-    except asyncio.CancelledError:
-        raise
-    except Exception as error:
-        found = translated(error, sandbox_id, path=path)
-        if found is None:
-            raise
-        raise found from error
 
 
 def translated(
@@ -54,6 +35,9 @@ def translated(
             f"Daytona could not be reached: {type(error).__name__}: {text}", **context
         )
     return None
+
+
+mapped = hosted.mapped_by(translated)
 
 
 def status_of(error: BaseException | None) -> int | None:
@@ -104,18 +88,6 @@ def _by_status(
     return errors.SandboxError(text, **context)
 
 
-_FILE_ERRORS: tuple[tuple[str, type[errors.SandboxFileError]], ...] = (
-    ("permission denied", errors.SandboxPermissionError),
-    ("operation not permitted", errors.SandboxPermissionError),
-    ("read-only file system", errors.SandboxPermissionError),
-    ("access denied", errors.SandboxPermissionError),
-    ("is a directory", errors.SandboxIsADirectoryError),
-    ("not a directory", errors.SandboxNotADirectoryError),
-    ("no such file", errors.SandboxFileNotFoundError),
-    ("file not found", errors.SandboxFileNotFoundError),
-    ("does not exist", errors.SandboxFileNotFoundError),
-    ("already exists", errors.SandboxFileExistsError),
-)
 _OF_A_FILE = frozenset({"FILE_NOT_FOUND", "FILE_ACCESS_DENIED", "INVALID_FILE_PATH", "FILE_READ_FAILED"})
 
 
@@ -123,12 +95,9 @@ def _of_a_file(
     error: BaseException, text: str, path: str, context: dict[str, Any]
 ) -> errors.LowtideError | None:
     """None where the fault is not the file's: the sandbox or the way to it."""
-    code, status, lowered = getattr(error, "code", None), status_of(error), text.lower()
-    if "no space left" in lowered or "disk quota" in lowered:
-        return errors.ResourceExhaustedError(f"{path}: {text}", **context)
-    for words, kind in _FILE_ERRORS:
-        if words in lowered:
-            return kind(f"{path}: {words}", path=path, **context)
+    if (found := hosted.file_error(text, path, context)) is not None:
+        return found
+    code, status = getattr(error, "code", None), status_of(error)
     if code == "FILE_NOT_FOUND":
         return errors.SandboxFileNotFoundError(f"{path}: No such file or directory", path=path, **context)
     if code == "FILE_ACCESS_DENIED":

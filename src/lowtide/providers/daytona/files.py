@@ -9,9 +9,9 @@ from collections.abc import AsyncIterable, AsyncIterator
 from typing import TYPE_CHECKING
 
 from lowtide import errors
-from lowtide.providers import derived
+from lowtide.providers import derived, hosted
 from lowtide.providers.base import Provider
-from lowtide.providers.daytona.deadline import failure_of, within
+from lowtide.providers.daytona.deadline import within
 from lowtide.providers.daytona.failures import mapped
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ async def _aside(
 ) -> int:
     """Upload beside, then let a script put it in its place: $1 what was uploaded, $2 the path, $3 the argument."""
     aside = f"/tmp/.lowtide-{secrets.token_hex(8)}"  # noqa: S108 - in the sandbox, and nobody can guess it
-    counted = _Counted(begun, source)
+    counted = hosted.Counted(source, begun)
     call = asyncio.ensure_future(box.fs.upload_file_stream(counted, aside, timeout=0))
     try:
         before = -1
@@ -130,7 +130,7 @@ async def _aside(
                 )
             before = counted.moved
         with mapped(box.id, path=path):
-            if (failure := failure_of(call)) is not None:
+            if (failure := hosted.failure_of(call)) is not None:
                 raise failure
         ran = await derived.run(provider, box.id, "/bin/sh", "-c", script, "sh", aside, path, argument)
         if ran.code != 0:
@@ -153,28 +153,3 @@ async def _remove(provider: Provider, box: AsyncSandbox, path: str) -> None:
     with contextlib.suppress(errors.LowtideError, TimeoutError):
         async with asyncio.timeout(10):
             await derived.run(provider, box.id, "rm", "-f", "--", path)
-
-
-class _Counted:
-    """The chunks, and what became of them."""
-
-    def __init__(self, begun: bytes, rest: AsyncIterator[bytes]) -> None:
-        self._begun, self._rest = begun, rest
-        self.bytes = 0
-        self.moved = 0
-        self.error: BaseException | None = None
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        self.bytes, self.moved = len(self._begun), 1
-        if self._begun:
-            yield self._begun
-        try:
-            async for chunk in self._rest:
-                self.moved += 1
-                self.bytes += len(chunk)
-                yield bytes(chunk)
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            self.error = error
-            raise

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from lowtide import errors
+from lowtide.providers import tagged
 from lowtide.providers.daytona import script
 from lowtide.providers.daytona.deadline import within
 from lowtide.providers.daytona.failures import translated, was_cut
@@ -30,7 +31,7 @@ class Inside:
 
     async def terminate(self, grace_seconds: float) -> None:
         # Also after the command's own end: what it left running is part of its tree.
-        if await self._run(script.terminate(self._tag, grace_seconds), grace_seconds):
+        if await self._run(tagged.terminate(self._tag, grace_seconds), grace_seconds):
             raise errors.SandboxUnavailableError(
                 "some processes of the command could not be killed",
                 provider="daytona",

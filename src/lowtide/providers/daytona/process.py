@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from lowtide import errors
+from lowtide.providers import hosted
 from lowtide.providers.base import STDERR, STDOUT, ProcessHandle, ProcessSpec, TerminalSize
 from lowtide.providers.daytona import once, script
-from lowtide.providers.daytona.deadline import failure_of, within
+from lowtide.providers.daytona.deadline import within
 from lowtide.providers.daytona.failures import status_of, was_cut
 from lowtide.providers.daytona.inside import Explain, Inside, meaning
 from lowtide.providers.daytona.lines import EncodedStream
@@ -196,7 +197,7 @@ class DaytonaProcess:
                     await self._chunks.put(None)
                     await self._let_session_go(following)
                     return
-                failure = failure_of(following)
+                failure = hosted.failure_of(following)
             finally:
                 if not following.done():
                     following.cancel()
@@ -316,7 +317,7 @@ class DaytonaProcess:
                         sending.cancel()
                 if not sending.done():
                     raise BrokenPipeError("the command has ended")
-                failure = failure_of(sending)
+                failure = hosted.failure_of(sending)
                 if failure is None:
                     return
                 if status_of(failure) in (404, 409, 410) or self._code.done():

@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any, ClassVar, Self
 
 from lowtide import errors
-from lowtide.providers import derived
+from lowtide.providers import derived, hosted
 from lowtide.providers.base import (
     LABEL_PREFIX,
     Capability,
@@ -25,7 +25,7 @@ from lowtide.providers.base import (
     Url,
 )
 from lowtide.providers.daytona import changing, creation, looking, states
-from lowtide.providers.daytona.access import Access, missing_dependency
+from lowtide.providers.daytona.access import Access
 from lowtide.providers.daytona.boxes import Boxes
 from lowtide.providers.daytona.client import Client
 from lowtide.providers.daytona.deadline import within
@@ -83,7 +83,7 @@ class DaytonaProvider:
     def connect(cls, environ: Mapping[str, str], options: Mapping[str, Any] | None = None) -> Self:
         access = Access.resolve(environ, options)
         if importlib.util.find_spec("daytona") is None:
-            raise missing_dependency()
+            raise hosted.missing_dependency("daytona", "Daytona's SDK")
         return cls(access)
 
     @property

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from lowtide.providers import tagged
 from lowtide.providers.base import ProcessSpec
 
 FRAME_BYTES = 192 << 10
@@ -60,7 +61,7 @@ class Wrapping:
     """The marks of one command: what its streams are searched for, and what finds its processes."""
 
     mark: str = field(default_factory=lambda: f"\x1elt-{secrets.token_hex(10)}")
-    tag: int = field(default_factory=lambda: (1 << 52) + secrets.randbits(52))
+    tag: int = field(default_factory=tagged.new_tag)
 
     @property
     def ready(self) -> str:
@@ -132,24 +133,7 @@ def alone(script: str) -> str:
 
 def signal(leader: int, number: int, tag: int) -> str:
     """To the command's process group; nothing when it has ended."""
-    return f"{_ALIVE}\nalive {tag} {leader}&&kill -s {number} -- $P 2>/dev/null;exit 0"
-
-
-def terminate(tag: int, grace_seconds: float) -> str:
-    """TERM, grace, KILL to everything with the tag. Exit code 1: something could not be killed."""
-    turns = max(0, round(grace_seconds * 50))
-    return (
-        f"{_ALIVE}\nalive {tag}||exit 0;kill -15 $P 2>/dev/null;kill -18 $P 2>/dev/null;n=0\n"
-        f"while [ $n -lt {turns} ]&&alive {tag};do sleep 0.02;n=$((n+1));done;n=0\n"
-        f"while alive {tag};do [ $n -lt 200 ]||exit 1;kill -9 $P 2>/dev/null;sleep 0.01;n=$((n+1));done;exit 0"
-    )
-
-
-# P becomes the living processes with the tag $1, those in process group $2 where it is given.
-_ALIVE = """alive() { P=;for f in $(grep -l "^Max file locks  *$1 " /proc/[0-9]*/limits 2>/dev/null);do
-d=${f%/limits};s=;{ read -r s <"$d/stat"; } 2>/dev/null||continue;s=${s##*") "}
-case $s in Z*|X*) continue;;esac;g=${s#* * };g=${g%% *};[ -z "$2" ]||[ "$g" = "$2" ]||continue
-P="$P ${d#/proc/}";done;[ -n "$P" ]; }"""
+    return f"{tagged.ALIVE};alive {tag} {leader}&&kill -s {number} -- $P 2>/dev/null;exit 0"
 
 
 def quoted(text: str) -> str:

@@ -13,7 +13,8 @@ import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lowtide.providers.daytona.deadline import let_go, within
+from lowtide.providers import hosted
+from lowtide.providers.daytona.deadline import within
 from lowtide.providers.daytona.failures import status_of, translated, was_cut
 from lowtide.providers.daytona.once import Calls
 
@@ -147,4 +148,4 @@ class Sessions:
         self._idle.clear()
         for task in list(self._ending):
             if not task.done():
-                let_go(task)
+                hosted.let_go(task)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowtide.errors import AuthenticationError, MissingDependencyError, ValidationError
+from lowtide.errors import AuthenticationError
+from lowtide.providers import hosted
 
 PROVIDER = "e2b"
 KEY, DOMAIN, API_URL, SANDBOX_URL = "E2B_API_KEY", "E2B_DOMAIN", "E2B_API_URL", "E2B_SANDBOX_URL"
@@ -17,20 +17,7 @@ DEFAULT_DOMAIN = "e2b.app"
 
 _OPTIONS = {"api_key": KEY, "domain": DOMAIN, "api_url": API_URL, "sandbox_url": SANDBOX_URL}
 _OPTIONS |= {"proxy": "", "template": TEMPLATE}
-# The way to the service. The SDK reads these itself; the guardian's worker needs them to go the same way.
-_WAY = (
-    *(
-        "HTTPS_PROXY",
-        "HTTP_PROXY",
-        "ALL_PROXY",
-        "NO_PROXY",
-        "https_proxy",
-        "http_proxy",
-        "all_proxy",
-        "no_proxy",
-    ),
-    *("SSL_CERT_FILE", "SSL_CERT_DIR", "E2B_HTTP_VERSION", "E2B_MAX_CONNECTIONS", "E2B_CONNECTION_RETRIES"),
-)
+_WAY = (*hosted.WAY, "E2B_HTTP_VERSION", "E2B_MAX_CONNECTIONS", "E2B_CONNECTION_RETRIES")
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
@@ -50,18 +37,7 @@ class Access:
     @classmethod
     def resolve(cls, environ: Mapping[str, str], options: Mapping[str, Any] | None) -> Access:
         """Raises ValidationError for an unknown option, AuthenticationError without a key."""
-        given = dict(options or {})
-        for name, value in given.items():
-            if name not in _OPTIONS:
-                known = ", ".join(sorted(_OPTIONS))
-                raise ValidationError(
-                    f"unknown option {name!r} for e2b; known: {known}", argument=name, provider=PROVIDER
-                )
-            if value is not None and not (isinstance(value, str) and value):
-                raise ValidationError(f"{name} must be a string", argument=name, provider=PROVIDER)
-        found = {
-            name: given.get(name) or environ.get(variable) or None for name, variable in _OPTIONS.items()
-        }
+        found = hosted.chosen(PROVIDER, _OPTIONS, options, environ)
         if not found["api_key"]:
             raise AuthenticationError(
                 f"E2B needs an API key: set {KEY}, or use the emulator (lowtide emulate e2b)",
@@ -75,9 +51,8 @@ class Access:
 
     @property
     def account(self) -> str:
-        """The key has 160 random bits, so nothing follows from a short digest of it."""
         where = self.api_url or f"https://api.{self.domain}"
-        return hashlib.sha256(f"lowtide e2b|{where}|{self.api_key}".encode()).hexdigest()[:16]
+        return hosted.account(PROVIDER, where, self.api_key)
 
     def credentials(self) -> dict[str, str]:
         known = {KEY: self.api_key, DOMAIN: self.domain, **self.way}
@@ -101,10 +76,3 @@ class Access:
         if self.proxy is not None:
             said["proxy"] = self.proxy
         return said
-
-
-def missing_dependency() -> MissingDependencyError:
-    install = 'pip install "lowtide[e2b]"'
-    return MissingDependencyError(
-        f"provider 'e2b' needs E2B's SDK; run: {install}", install=install, provider=PROVIDER
-    )

@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from lowtide import errors
+from lowtide.providers import hosted
 
 PROVIDER = "e2b"
 
 _STATUS = re.compile(r"^(\d{3}): ")
 _CREDENTIAL = "the API key was not accepted; set E2B_API_KEY to one of this account"
-
-
-@contextmanager
-def mapped(sandbox_id: str | None = None, *, path: str | None = None) -> Iterator[None]:
-    """Turn what happens inside into `lowtide.errors`, with the original as the cause."""
-    try:
-        yield
-    except errors.LowtideError as error:
-        error.sandbox_id = error.sandbox_id or sandbox_id
-        raise
-    except asyncio.CancelledError:
-        raise
-    except Exception as error:
-        found = translated(error, sandbox_id, path=path)
-        if found is None:
-            raise
-        raise found from error
 
 
 def translated(
@@ -65,7 +46,9 @@ def translated(
     if isinstance(error, e2b.NotEnoughSpaceException):
         return errors.ResourceExhaustedError(f"{path}: {text}" if path else text, **context)
     if path is not None and isinstance(error, e2b.SandboxException):
-        return _of_a_file(text, path, context)
+        return hosted.file_error(text, path, context) or errors.SandboxFileError(
+            f"{path}: {text}", path=path, **context
+        )
     if isinstance(error, e2b.InvalidArgumentException):
         return errors.ValidationError(text, **context)
     if isinstance(error, e2b.TemplateException):
@@ -83,6 +66,9 @@ def translated(
     if _of_the_transport(error):
         return errors.SandboxUnavailableError(f"E2B could not be reached: {text}", **context)
     return None
+
+
+mapped = hosted.mapped_by(translated)
 
 
 def status_of(error: BaseException | None) -> int | None:
@@ -105,29 +91,6 @@ def _by_status(error: Exception, text: str, context: dict[str, Any]) -> errors.L
     if status is not None and status >= 500:
         return errors.SandboxUnavailableError(text, **context)
     return errors.SandboxError(text, **context)
-
-
-_FILE_ERRORS: tuple[tuple[str, type[errors.SandboxFileError]], ...] = (
-    ("permission denied", errors.SandboxPermissionError),
-    ("operation not permitted", errors.SandboxPermissionError),
-    ("read-only file system", errors.SandboxPermissionError),
-    ("is a directory", errors.SandboxIsADirectoryError),
-    ("not a directory", errors.SandboxNotADirectoryError),
-    ("path is a file", errors.SandboxNotADirectoryError),
-    ("no such file", errors.SandboxFileNotFoundError),
-    ("does not exist", errors.SandboxFileNotFoundError),
-    ("already exists", errors.SandboxFileExistsError),
-)
-
-
-def _of_a_file(text: str, path: str, context: dict[str, Any]) -> errors.LowtideError:
-    lowered = text.lower()
-    if "no space left" in lowered or "quota" in lowered:
-        return errors.ResourceExhaustedError(f"{path}: {text}", **context)
-    for words, kind in _FILE_ERRORS:
-        if words in lowered:
-            return kind(f"{path}: {words}", path=path, **context)
-    return errors.SandboxFileError(f"{path}: {text}", path=path, **context)
 
 
 def retry_after(error: BaseException) -> float | None:

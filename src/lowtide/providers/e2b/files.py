@@ -10,6 +10,7 @@ from collections.abc import AsyncIterable, AsyncIterator
 from typing import TYPE_CHECKING
 
 from lowtide import errors
+from lowtide.providers import hosted
 from lowtide.providers.derived import Ran, file_error
 from lowtide.providers.e2b import script
 from lowtide.providers.e2b.deadline import within
@@ -65,7 +66,7 @@ async def write(
     mode: int | None,
 ) -> int:
     """All or nothing: what was there stays until all of the new content has arrived."""
-    counted = _Counted(chunks)
+    counted = hosted.Counted(chunks)
     if size is not None and size <= _SMALL_BYTES:
         # Sent in one piece, once its source has given all of it.
         content = b"".join([chunk async for chunk in aiter(counted)])
@@ -95,7 +96,7 @@ if [ -e "$t" ];then chown --reference="$t" -- "$1" 2>/dev/null;chmod --reference
 exec mv -fT -- "$1" "$t" """
 
 
-async def _upload(box: AsyncSandbox, path: str, counted: _Counted, *, user: str | None) -> None:
+async def _upload(box: AsyncSandbox, path: str, counted: hosted.Counted, *, user: str | None) -> None:
     call = asyncio.ensure_future(_send(box, path, aiter(counted), user))
     try:
         before = -1
@@ -147,25 +148,3 @@ async def _removed(box: AsyncSandbox, path: str, user: str | None) -> None:
     with contextlib.suppress(Exception):  # the sandbox may be gone, which is why the transfer failed
         work = alone(box, script.plain('exec rm -f -- "$1"', path), user=user)
         await within(_REMOVE_SECONDS, work, "remove", box.sandbox_id)
-
-
-class _Counted:
-    """The chunks, and what became of them."""
-
-    def __init__(self, chunks: AsyncIterable[bytes]) -> None:
-        self._chunks = chunks
-        self.bytes = 0
-        self.moved = 0
-        self.error: BaseException | None = None
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        try:
-            async for chunk in self._chunks:
-                self.moved += 1
-                self.bytes += len(chunk)
-                yield bytes(chunk)
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            self.error = error
-            raise

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from typing import TYPE_CHECKING, Any
 
 from lowtide import errors
+from lowtide.providers import tagged
 from lowtide.providers.base import STDERR, STDOUT, ProcessSpec, TerminalSize
 from lowtide.providers.e2b import script
 from lowtide.providers.e2b.deadline import within
@@ -139,7 +140,7 @@ class E2BProcess:
 
     async def terminate(self, grace_seconds: float) -> None:
         # Also after the command's own end: what it left running is part of its tree.
-        text = script.terminate(self._wrapping.tag, grace_seconds)
+        text = tagged.terminate(self._wrapping.tag, grace_seconds)
         if await self._beside(text, seconds=grace_seconds + _CALL_SECONDS):
             raise errors.SandboxUnavailableError(
                 "some processes of the command could not be killed",

@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from lowtide import errors
-from lowtide.providers import derived
+from lowtide.providers import derived, hosted
 from lowtide.providers.base import (
     LABEL_PREFIX,
     Capability,
@@ -29,7 +29,7 @@ from lowtide.providers.base import (
     Url,
 )
 from lowtide.providers.e2b import creation
-from lowtide.providers.e2b.access import Access, missing_dependency
+from lowtide.providers.e2b.access import Access
 from lowtide.providers.e2b.boxes import Box, Boxes
 from lowtide.providers.e2b.control import Control
 from lowtide.providers.e2b.creation import options_of
@@ -97,7 +97,7 @@ class E2BProvider:
     def connect(cls, environ: Mapping[str, str], options: Mapping[str, Any] | None = None) -> Self:
         access = Access.resolve(environ, options)
         if importlib.util.find_spec("e2b") is None:
-            raise missing_dependency()
+            raise hosted.missing_dependency("e2b", "E2B's SDK")
         return cls(access)
 
     @property
@@ -305,7 +305,7 @@ class E2BProvider:
         self, sandbox_id: str, code: str, *, language: str, context: str | None, timeout_seconds: float | None
     ) -> CodeResult:
         if importlib.util.find_spec("e2b_code_interpreter") is None:
-            raise missing_dependency()
+            raise hosted.missing_dependency("e2b", "E2B's SDK")
         from lowtide.providers.e2b import code as interpreter
 
         async with self._inside(sandbox_id):

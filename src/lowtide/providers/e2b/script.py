@@ -15,6 +15,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 
+from lowtide.providers import tagged
 from lowtide.providers.base import ProcessSpec
 
 SH, BASH = "/bin/sh", "/bin/bash"
@@ -54,7 +55,7 @@ class Wrapping:
     """The marks of one command: what its streams are searched for, and what finds its processes."""
 
     mark: str = field(default_factory=lambda: f"\x1elt-{secrets.token_hex(10)}")
-    tag: int = field(default_factory=lambda: (1 << 52) + secrets.randbits(52))
+    tag: int = field(default_factory=tagged.new_tag)
 
     def command(self, spec: ProcessSpec, working_dir: str | None) -> list[str]:
         """The shell to start, with its arguments."""
@@ -84,27 +85,13 @@ def signal(shell: int, number: int, tag: int, *, tty: bool) -> str:
     """
     leader = f"G={shell}" if tty else f'G=$(group {shell});[ -n "$G" ]||exit 0'
     return (
-        f"{_ALIVE}\nalive {tag}||exit 0;{leader};C=0\n"
+        f"{tagged.ALIVE}\n{_GROUP}\nalive {tag}||exit 0;{leader};C=0\n"
         f'for p in $P;do [ "$(of $p 3)" != "$G" ]||kill -s {number} $p||{{ [ ! -d /proc/$p ]||C=1; }};done;exit $C'
     )
 
 
-def terminate(tag: int, grace_seconds: float) -> str:
-    """TERM, grace, KILL to everything with the tag. Exit code 1: something could not be killed."""
-    turns = max(0, round(grace_seconds * 50))
-    return (
-        f"{_ALIVE}\nalive {tag}||exit 0;kill -15 $P 2>/dev/null;kill -18 $P 2>/dev/null;n=0\n"
-        f"while [ $n -lt {turns} ]&&alive {tag};do sleep 0.02;n=$((n+1));done;n=0\n"
-        f"while alive {tag};do [ $n -lt 100 ]||exit 1;kill -9 $P 2>/dev/null;sleep 0.01;n=$((n+1));done;exit 0"
-    )
-
-
-# P becomes the living processes with the tag $1. `of PID N`: state, parent, group. `group SHELL`: the
-# group of the one of them that the shell started.
-_ALIVE = """of() { local s n=$2;{ read -r s </proc/$1/stat; } 2>/dev/null||return;set -- ${s##*") "};echo "${!n}"; }
-alive() { P=;local f d s;for f in $(grep -l "^Max file locks  *$1 " /proc/[0-9]*/limits 2>/dev/null);do
-d=${f%/limits};s=;{ read -r s <"$d/stat"; } 2>/dev/null||continue;s=${s##*") "}
-case $s in Z*|X*) continue;;esac;P="$P ${d#/proc/}";done;[ -n "$P" ]; }
+# `of PID N`: state, parent, group. `group SHELL`: the group of the one of them that the shell started.
+_GROUP = """of() { local s n=$2;{ read -r s </proc/$1/stat; } 2>/dev/null||return;set -- ${s##*") "};echo "${!n}"; }
 group() { local p;for p in $P;do [ "$(of $p 2)" != "$1" ]||{ of $p 3;return; };done; }"""
 
 

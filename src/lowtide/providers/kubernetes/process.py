@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 
 from lowtide import errors
+from lowtide.providers import tagged
 from lowtide.providers.base import STDERR, STDOUT, ProcessSpec, TerminalSize
 from lowtide.providers.kubernetes import script
 from lowtide.providers.kubernetes.api import Api
@@ -193,7 +194,7 @@ class PodProcess:
     async def terminate(self, grace_seconds: float) -> None:
         # Also after the command's own end: what it left running is part of its tree.
         wrapping, _ = self._need_shell("signals")
-        if await self._beside(script.terminate(wrapping.tag, grace_seconds)):
+        if await self._beside(tagged.terminate(wrapping.tag, grace_seconds)):
             raise errors.SandboxUnavailableError(
                 "some processes of the command could not be killed",
                 provider="kubernetes",

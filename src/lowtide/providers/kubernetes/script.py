@@ -20,6 +20,7 @@ import re
 import secrets
 from dataclasses import dataclass, field
 
+from lowtide.providers import tagged
 from lowtide.providers.base import ProcessSpec, TerminalSize
 
 # All that appears in the request: read one line, run it. The line has everything else.
@@ -37,7 +38,7 @@ class Wrapping:
     """The marks of one command: what its streams are searched for, and what finds its processes."""
 
     mark: str = field(default_factory=lambda: f"\x1elt-{secrets.token_hex(10)}")
-    tag: int = field(default_factory=lambda: (1 << 52) + secrets.randbits(52))
+    tag: int = field(default_factory=tagged.new_tag)
 
     def boot_tty(self) -> tuple[str, ...]:
         """Like BOOT, on a terminal: silent and raw while the line comes, so that nothing echoes or is cut at 4096."""
@@ -50,7 +51,7 @@ class Wrapping:
 
     def command(self, spec: ProcessSpec) -> bytes:
         """The line for one command."""
-        run = f"({self._tagged()};{_entered(spec)};exec {_exec(spec)}) 2>&4 4>&-"
+        run = f"({tagged.enter(self.tag)};{_entered(spec)};exec {_exec(spec)}) 2>&4 4>&-"
         if spec.tty is not None:
             return self._line(
                 f"{_CATCH};{_size(spec.tty)};{self._begin()};{run};{self._end(tty=True)};{self._hold()}"
@@ -65,7 +66,7 @@ class Wrapping:
     def text(self, script: str) -> bytes:
         """The line for a script of ours that reads the frames itself (`frame` and `F` as in `feed`)."""
         return self._line(
-            f"{_CATCH};{self._begin()};({self._tagged()};{script}) 2>&4 4>&-;{self._end()};{self._hold()}"
+            f"{_CATCH};{self._begin()};({tagged.enter(self.tag)};{script}) 2>&4 4>&-;{self._end()};{self._hold()}"
         )
 
     def quit(self) -> bytes:
@@ -94,9 +95,6 @@ class Wrapping:
         broken = "{ printf '%s!;' \"$M\" >&4;exit 0; }"
         return f"while IFS= read -r F;do case $F in 0|q) exit 0;;esac;{FRAME}||{broken};done"
 
-    def _tagged(self) -> str:
-        return f"ulimit -w {self.tag} 2>/dev/null||ulimit -x {self.tag} 2>/dev/null"
-
 
 # Exactly the bytes of one frame, nothing of the next: dd reads what it is told, where head may read ahead.
 FRAME = "dd bs=$F count=1 iflag=fullblock 2>/dev/null"
@@ -120,27 +118,7 @@ def signal(group: int, number: int, tag: int) -> str:
     """To the command's group; SIGKILL one by one, because the shell that reports the exit code is in it too."""
     if number != 9:
         return f"kill -s {number} -- -{group} 2>/dev/null;exit 0"
-    return f"{_alive(tag)};n=0;while alive {group} && [ $n -lt 200 ];do kill -9 $P 2>/dev/null;n=$((n+1));sleep 0.01;done;exit 0"
-
-
-def terminate(tag: int, grace_seconds: float) -> str:
-    """TERM, grace, KILL to everything with the tag. Exit code 1: something could not be killed."""
-    turns = max(0, round(grace_seconds * 20))
-    return (
-        f"{_alive(tag)};alive||exit 0;kill -15 $P 2>/dev/null;kill -18 $P 2>/dev/null;n=0;"
-        f"while [ $n -lt {turns} ]&&alive;do sleep 0.05;n=$((n+1));done;"
-        "n=0;while alive;do [ $n -lt 200 ]||exit 1;kill -9 $P 2>/dev/null;sleep 0.01;n=$((n+1));done;exit 0"
-    )
-
-
-def _alive(tag: int) -> str:
-    """A function: P becomes the living processes with the tag, in group $1 where one is given."""
-    return (
-        f"alive() {{ P=;for f in $(grep -l '^Max file locks  *{tag} ' /proc/[0-9]*/limits 2>/dev/null);do "
-        'd=${f%/limits};s=;{ read -r s <"$d/stat"; } 2>/dev/null||continue;s=${s##*") "};'
-        'case $s in Z*|X*) continue;;esac;g=${s#* * };g=${g%% *};[ -z "$1" ]||[ "$g" = "$1" ]||continue;'
-        'P="$P ${d#/proc/}";done;[ -n "$P" ]; }'
-    )
+    return f"{tagged.ALIVE};n=0;while alive {tag} {group} && [ $n -lt 200 ];do kill -9 $P 2>/dev/null;n=$((n+1));sleep 0.01;done;exit 0"
 
 
 def _entered(spec: ProcessSpec) -> str:
