@@ -104,12 +104,15 @@ class Objects:
             grace + _NUDGE_SECONDS,
             lambda: self._spawn(self.delete(path, {"gracePeriodSeconds": grace, "preconditions": same})),
         )
-        forced = False
+        forced, has_run = False, status.has_run(pod)
         try:
             async for kind, seen in self._api.watch(self.pods(namespace), name=name, version=None):
                 if kind == "DELETED" or seen["metadata"]["uid"] != same["uid"]:
                     return True
-                if not forced and (status.all_terminated(seen) or status.never_started(seen)):
+                has_run = has_run or status.has_run(seen)
+                if not forced and (
+                    status.all_terminated(seen, has_run=has_run) or status.never_started(seen)
+                ):
                     # The node has reported every container dead, or that it never made one. It would take
                     # ten seconds to a minute to let go of the object; with nothing running, taking it
                     # away is safe.

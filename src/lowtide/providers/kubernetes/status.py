@@ -71,10 +71,27 @@ def starting(pod: Json) -> bool:
     return (pod.get("status") or {}).get("phase") == "Pending" and trouble(pod) is None
 
 
-def all_terminated(pod: Json) -> bool:
-    """The node itself has said that no container of this pod runs any more."""
+def has_run(pod: Json) -> bool:
+    """Its containers have been started; none of them ever is again."""
+    return any("running" in state or "terminated" in state for state in _states(pod))
+
+
+def all_terminated(pod: Json, *, has_run: bool) -> bool:
+    """The node itself has said that no container of this pod runs any more.
+
+    A container that it has removed already, the node shows as one that waits; then the phase says that it has
+    ended. A phase alone says too little: that of an evicted pod ends while its containers still run, and
+    one past its deadline can still be about to start.
+    """
+    states = _states(pod)
+    if has_run and (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
+        return not any("running" in state for state in states)
+    return bool(states) and all("terminated" in state for state in states)
+
+
+def _states(pod: Json) -> list[Json]:
     statuses = (pod.get("status") or {}).get("containerStatuses") or []
-    return bool(statuses) and all("terminated" in (one.get("state") or {}) for one in statuses)
+    return [one.get("state") or {} for one in statuses]
 
 
 def never_started(pod: Json) -> bool:
