@@ -29,10 +29,12 @@ def main() -> None:
                     continue
                 print(f"measuring {name} ...", file=sys.stderr, flush=True)
                 for row in _measured(name, measure, home, arguments):
-                    results.append({**row, "section": section})
+                    results.append({**row, "section": section, "measure": name})
                     print(page.line(row), file=sys.stderr, flush=True)
     finally:
         state.end(home)
+    if arguments.keep:
+        results = _with_earlier(results, arguments.json)
     report = {"machine": facts, "results": results}
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(report, indent=2) + "\n")
@@ -57,8 +59,18 @@ def _arguments() -> argparse.Namespace:
     results = Path(__file__).parent / "results" / "speed.json"
     parser.add_argument("--json", type=Path, default=results, help=f"default {results}")
     parser.add_argument("--directory", default=None, help="where the state and the large files go")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the rows of an earlier run that this one does not measure"
+    )
     parser.add_argument("--page", action="store_true", help="put the tables into docs/performance.md")
     return parser.parse_args()
+
+
+def _with_earlier(results: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
+    measured = {row["measure"] for row in results}
+    earlier = json.loads(path.read_text())["results"] if path.exists() else []
+    kept = [row for row in earlier if row.get("measure") not in measured]
+    return sorted(results + kept, key=lambda row: rows.NAMES.index(row["measure"]))
 
 
 def _measured(

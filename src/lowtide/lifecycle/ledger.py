@@ -137,6 +137,7 @@ _COLUMNS = [
     "recovery",
     "changed_at",
 ]
+_OWNER = ("host", "boot_id", "pid", "start_time")
 _INSERT = f"INSERT INTO lease ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
 _SELECT = f"SELECT {', '.join(_COLUMNS)} FROM lease"
 _VERSION = "1"
@@ -256,8 +257,7 @@ class SqliteLedger:
                 or (owned_by is not None and lease.owner != owned_by)
             ):
                 return None
-            changed = replace(lease, state=after, reason=why or lease.reason, **fields)
-            self._put(lease, changed)
+            changed = self._put(lease, state=after, reason=why or lease.reason, **fields)
             if after is not lease.state or why:
                 self._remember(lease_id, lease.state, after, why)
             return changed
@@ -268,7 +268,7 @@ class SqliteLedger:
         def work() -> None:
             lease = self._get(lease_id)
             if lease is not None:
-                self._put(lease, replace(lease, reason=why or lease.reason, **fields))
+                self._put(lease, reason=why or lease.reason, **fields)
                 if why:
                     self._remember(lease_id, lease.state, lease.state, why)
 
@@ -358,12 +358,15 @@ class SqliteLedger:
         self._db.execute(_INSERT, _to_row(lease))
         self._remember(lease.lease_id, None, lease.state, lease.reason or "")
 
-    def _put(self, before: Lease, after: Lease) -> None:
-        """Write the columns that differ."""
-        pairs = zip(_COLUMNS, _to_row(before), _to_row(after), strict=True)
-        changed = {column: new for column, old, new in pairs if new != old}
-        names = ", ".join(f"{column}=?" for column in changed)
-        self._db.execute(f"UPDATE lease SET {names} WHERE lease_id=?", (*changed.values(), after.lease_id))
+    def _put(self, lease: Lease, **fields: Any) -> Lease:
+        """Write these fields, and no others."""
+        columns, values = ["changed_at=?"], [time.time()]
+        for name, value in fields.items():
+            for column, written in _written(name, value):
+                columns.append(f"{column}=?")
+                values.append(written)
+        self._db.execute(f"UPDATE lease SET {', '.join(columns)} WHERE lease_id=?", (*values, lease.lease_id))
+        return replace(lease, **fields)
 
     def _remember(self, lease_id: str, before: LeaseState | None, after: LeaseState, why: str) -> None:
         self._db.execute(
@@ -429,6 +432,15 @@ def _in(column: str, states: Iterable[LeaseState]) -> tuple[str, list[Any]]:
     return f"{column} IN ({', '.join('?' * len(names))})", names
 
 
+def _written(name: str, value: Any) -> Iterable[tuple[str, Any]]:
+    """A field of a lease as columns and what stands in them."""
+    if name == "owner":
+        return zip(_OWNER, (value.host, value.boot_id, value.pid, value.start_time), strict=True)
+    if name in ("tags", "recovery"):
+        return ((name, json.dumps(value)),)
+    return ((name, str(value) if name in ("state", "keep") else value),)
+
+
 def _to_row(lease: Lease) -> tuple[Any, ...]:
     owner = lease.owner
     return (
@@ -458,25 +470,48 @@ def _to_row(lease: Lease) -> tuple[Any, ...]:
 
 
 def _from_row(row: tuple[Any, ...], ledger_id: str) -> Lease:
-    r = dict(zip(_COLUMNS, row, strict=True))
+    (
+        lease_id,
+        provider,
+        account,
+        state,
+        sandbox_id,
+        host,
+        boot_id,
+        pid,
+        start_time,
+        tags,
+        session,
+        keep,
+        keep_for_seconds,
+        created_at,
+        expires_at,
+        max_lifetime_at,
+        lifetime_seconds,
+        kept_until,
+        attempts,
+        reason,
+        recovery,
+        _,
+    ) = row
     return Lease(
-        lease_id=r["lease_id"],
-        provider=r["provider"],
-        account=r["account"],
-        owner=Owner(host=r["host"], boot_id=r["boot_id"], pid=r["pid"], start_time=r["start_time"]),
+        lease_id=lease_id,
+        provider=provider,
+        account=account,
+        owner=Owner(host=host, boot_id=boot_id, pid=pid, start_time=start_time),
         ledger_id=ledger_id,
-        state=LeaseState(r["state"]),
-        sandbox_id=r["sandbox_id"],
-        tags=tuple(json.loads(r["tags"])),
-        session=r["session"],
-        keep=Keep(r["keep"]),
-        keep_for_seconds=r["keep_for_seconds"],
-        created_at=r["created_at"],
-        expires_at=r["expires_at"],
-        max_lifetime_at=r["max_lifetime_at"],
-        lifetime_seconds=r["lifetime_seconds"],
-        kept_until=r["kept_until"],
-        attempts=r["attempts"],
-        reason=r["reason"],
-        recovery=json.loads(r["recovery"]),
+        state=LeaseState(state),
+        sandbox_id=sandbox_id,
+        tags=tuple(json.loads(tags)) if tags != "[]" else (),
+        session=session,
+        keep=Keep(keep),
+        keep_for_seconds=keep_for_seconds,
+        created_at=created_at,
+        expires_at=expires_at,
+        max_lifetime_at=max_lifetime_at,
+        lifetime_seconds=lifetime_seconds,
+        kept_until=kept_until,
+        attempts=attempts,
+        reason=reason,
+        recovery=json.loads(recovery) if recovery != "{}" else {},
     )
