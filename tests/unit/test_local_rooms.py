@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
+from lowtide.errors import ValidationError
 from lowtide.providers.base import Limits, Network, NetworkMode, SandboxSpec, SandboxState
-from lowtide.providers.local import LocalProvider
-from lowtide.providers.local.launch import Room
+from lowtide.providers.local import LocalProvider, vacant
+from lowtide.providers.local.launch import Launch, Room
+from lowtide.providers.local.place import Place
 
 sys.path.insert(0, str(Path(__file__).parent))
-from local_sandbox import chunks, run, shell, spec
+from local_sandbox import chunks, read, run, shell, spec
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 
@@ -135,6 +139,70 @@ async def test_a_room_somebody_killed_is_not_used(provider: LocalProvider) -> No
         await asyncio.sleep(0.01)
     made = await provider.create(spec())
     assert (await shell(provider, made.sandbox_id, "echo here"))[1] == "here\n"
+
+
+def layer(content: bytes) -> io.BytesIO:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        member = tarfile.TarInfo("greeting")
+        member.size = len(content)
+        archive.addfile(member, io.BytesIO(content))
+    out.seek(0)
+    return out
+
+
+async def test_an_image_has_rooms_too(provider: LocalProvider) -> None:
+    provider.images.add("app:1", [layer(b"one")], {})
+    provider.images.add("app:2", [layer(b"two")], {})
+    room = await room_of(provider, spec(image="app:1"))
+    other = await provider.create(spec(image="app:2"))
+    assert inner_of(provider, other.sandbox_id) != room.inner.pid
+    assert await read(provider, other.sandbox_id, "/greeting") == b"two"
+    room = await room_of(provider, spec(image="app:1"))
+    made = await provider.create(spec(image="app:1"))
+    assert inner_of(provider, made.sandbox_id) == room.inner.pid
+    assert await read(provider, made.sandbox_id, "/greeting") == b"one"
+    with pytest.raises(ValidationError, match=made.sandbox_id):
+        provider.images.remove("app:1")
+
+
+async def test_a_room_does_not_hold_its_image_and_goes_with_it(provider: LocalProvider) -> None:
+    provider.images.add("app:1", [layer(b"one")], {})
+    room = await room_of(provider, spec(image="app:1"))
+    elsewhere = LocalProvider.connect({"LOWTIDE_HOME": str(provider.home.parent)})
+    assert elsewhere.images.remove("app:1")
+    await elsewhere.aclose()
+    assert not room.inner.alive()
+    provider.images.add("app:1", [layer(b"another")], {})
+    made = await provider.create(spec(image="app:1"))
+    assert await read(provider, made.sandbox_id, "/greeting") == b"another"
+
+
+async def test_an_image_that_is_replaced_takes_its_room_along(provider: LocalProvider) -> None:
+    provider.images.add("app:1", [layer(b"one")], {})
+    room = await room_of(provider, spec(image="app:1"))
+    provider.images.add("app:1", [layer(b"two")], {})
+    assert not room.inner.alive()
+    made = await provider.create(spec(image="app:1"))
+    assert await read(provider, made.sandbox_id, "/greeting") == b"two"
+
+
+async def test_one_that_is_cleared_away_while_somebody_moves_in_is_made_anew(
+    provider: LocalProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider.images.add("app:1", [layer(b"one")], {})
+    room = await room_of(provider, spec(image="app:1"))
+    write = Launch._write_record
+
+    def cleared(launch: Launch, place: Place) -> None:
+        if place.path == room.place.path:
+            vacant.clear(provider.home, "app:1")
+        write(launch, place)
+
+    monkeypatch.setattr(Launch, "_write_record", cleared)
+    made = await provider.create(spec(image="app:1"))
+    assert inner_of(provider, made.sandbox_id) != room.inner.pid
+    assert await read(provider, made.sandbox_id, "/greeting") == b"one"
 
 
 async def test_snapshot_pause_and_grace_work_as_always(provider: LocalProvider) -> None:

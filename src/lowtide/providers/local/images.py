@@ -26,6 +26,7 @@ from lowtide.errors import (
     SandboxUnavailableError,
     ValidationError,
 )
+from lowtide.providers.local import vacant
 from lowtide.providers.local.destroy import remove_tree
 from lowtide.providers.local.foundation import Foundation
 from lowtide.providers.local.image_archive import read_archive
@@ -144,6 +145,7 @@ class ImageStore:
         with contextlib.suppress(FileNotFoundError):
             self._refuse_if_used(name)
             os.rename(place, old)
+            vacant.clear(self.directory.parent, name)  # one may have been made in between
         os.rename(draft, place)
         remove_tree(old)
 
@@ -226,12 +228,14 @@ class ImageStore:
             os.rename(self._place(name), gone)
         except FileNotFoundError:
             return False
+        vacant.clear(self.directory.parent, name)  # one may have been made in between
         remove_tree(gone)
         self._clean()
         return True
 
     def _refuse_if_used(self, name: str) -> None:
         home = self.directory.parent
+        vacant.clear(home, name)
         users = [
             place.sandbox_id
             for place in places(home / "sandboxes")

@@ -73,8 +73,7 @@ class Launch:
         """None: it is like no other."""
         spec, foundation = self.spec, self.foundation
         special = spec.command or spec.snapshot or spec.lifetime_seconds or spec.limits != Limits()
-        # An image could be removed from under a room, for a room is not in the list of its users.
-        if special or foundation.record != {"base": "host"}:
+        if special or str(foundation.record.get("base", "/")).startswith("/"):  # somebody's own directory
             return None
         return Shape(
             network=self.network,
@@ -91,10 +90,17 @@ class Launch:
             return False
         return True
 
-    def move_in(self, room: Room) -> ProcessMark:
-        """Make a room this sandbox: in one step it has its name, its record and its processes."""
-        self._write_record(room.place)
-        os.rename(room.place.path, self.place.path)
+    def move_in(self, room: Room) -> ProcessMark | None:
+        """Make a room this sandbox: in one step it has its name, its record and its processes.
+
+        None: it has just been cleared away.
+        """
+        try:
+            self._write_record(room.place)
+            os.rename(room.place.path, self.place.path)
+        except FileNotFoundError:
+            room.close()
+            return None
         # Only now may it outlive this process. It was alive a moment ago; if not any more, the caller sees.
         with room.leash, contextlib.suppress(OSError):
             room.leash.send(b"G")

@@ -25,7 +25,7 @@ from lowtide.providers.base import (
     Traits,
     Url,
 )
-from lowtide.providers.local import destroy, files, idle, pausing, rooms, seccomp
+from lowtide.providers.local import destroy, files, idle, pausing, rooms, seccomp, vacant
 from lowtide.providers.local.entering import Entrance, Known
 from lowtide.providers.local.images import ImageStore
 from lowtide.providers.local.launch import Launch
@@ -125,11 +125,11 @@ class LocalProvider:
             return await self.get(spec.lease_id)
         try:
             room = await self._rooms.take(launch)
-            if room is None:
+            inner = launch.move_in(room) if room is not None else None
+            if inner is None:
+                room = None
                 launch.furnish()
                 inner = await launch.run()
-            else:
-                inner = launch.move_in(room)
         except BaseException:
             await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._destroy, place, 0.0))
             raise
@@ -332,7 +332,7 @@ class LocalProvider:
 
     def _tidy(self) -> None:
         """What killed processes have left of rooms and of sandboxes they were destroying."""
-        rooms.sweep(self.home)
+        vacant.sweep(self.home)
         destroy.sweep_trash(self.home / "trash")
         destroy.wait_removed()
 

@@ -2,7 +2,7 @@
 
 A room has no name and no lease. Its first process holds one end of a connection whose other end only this
 process holds, and ends when that is closed: with this process, however it ends, the room goes. What is left
-then is an empty directory, which the next process of this home, or the guardian, removes.
+then is a directory, which the next process of this home, or the guardian, removes (`vacant`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 from lowtide import engine
 from lowtide.errors import LowtideError
 from lowtide.providers.base import Labels
-from lowtide.providers.local import destroy
+from lowtide.providers.local import destroy, vacant
 from lowtide.providers.local.entering import porter_message
 from lowtide.providers.local.launch import Launch, Room
-from lowtide.providers.local.place import Place, ProcessMark, places, start_time
+from lowtide.providers.local.place import Place
 from lowtide.providers.local.workshop import Workshop
 
 _all: weakref.WeakSet[Rooms] = weakref.WeakSet()
@@ -84,14 +84,14 @@ class Rooms:
     async def _make(self, like: Launch) -> None:
         shape = like.shape
         assert shape is not None
-        place = Place(_own(self._workshop.home) / os.urandom(8).hex())
+        place = Place(vacant.own(self._workshop.home) / os.urandom(8).hex())
         spec = replace(like.spec, labels=Labels(lease_id=place.sandbox_id, ledger_id="", owner=""))
         launch = Launch(self._workshop, like.client, place, spec, like.foundation)
         near, far = socket.socketpair()
         try:
             await asyncio.to_thread(self._make_own, place.path.parent)
             launch.reserve()
-            launch.make_trees()
+            launch.furnish()
             inner = await launch.run(leash=(os.dup(near.fileno()), far.detach()))
             room = Room(shape=shape, place=place, inner=inner, leash=near)
         except BaseException:
@@ -107,7 +107,7 @@ class Rooms:
 
     def _make_own(self, directory: Path) -> None:
         if not directory.exists():
-            sweep(self._workshop.home)
+            vacant.sweep(self._workshop.home)
             for path in (directory.parent, directory):  # passable, as the directory of the sandboxes is
                 path.mkdir(mode=0o711, exist_ok=True)
 
@@ -149,7 +149,7 @@ class Rooms:
             self._discard(room)
         await asyncio.gather(*self._leaving, return_exceptions=True)
         with contextlib.suppress(OSError):
-            os.rmdir(_own(self._workshop.home))
+            os.rmdir(vacant.own(self._workshop.home))
 
     def close_at_exit(self) -> None:
         self._last, self._again = None, False  # the loop still runs, and would make the next one
@@ -167,25 +167,6 @@ class Rooms:
         self._last, self._again, self._making = None, False, None
         if room is not None:
             room.close()
-
-
-def _own(home: Path) -> Path:
-    """Where this process makes its rooms: named so that everybody can tell whether it lives."""
-    return home / "rooms" / f"{os.getpid()}.{start_time(os.getpid())}"
-
-
-def sweep(home: Path) -> None:
-    """Remove the rooms of processes that are gone."""
-    with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir(home / "rooms"):
-            pid, _, start = name.partition(".")
-            if not (pid.isdigit() and start.isdigit()) or ProcessMark(int(pid), int(start)).alive():
-                continue
-            for place in places(home / "rooms" / name):
-                with contextlib.suppress(OSError, LowtideError):
-                    destroy.destroy(place, home / "trash", 0.0)
-            with contextlib.suppress(OSError):
-                os.rmdir(home / "rooms" / name)
 
 
 def _forget_all() -> None:

@@ -1,0 +1,53 @@
+"""Rooms as they are on disk: whose they are, what dead processes left, and clearing them off an image."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from lowtide.errors import LowtideError
+from lowtide.providers.local import destroy
+from lowtide.providers.local.place import Place, ProcessMark, places, start_time
+
+
+def own(home: Path) -> Path:
+    """Where this process makes its rooms: named so that everybody can tell whether it lives."""
+    return home / "rooms" / f"{os.getpid()}.{start_time(os.getpid())}"
+
+
+def sweep(home: Path) -> None:
+    """Remove the rooms of processes that are gone."""
+    for directory in _directories(home):
+        pid, _, start = directory.name.partition(".")
+        if not (pid.isdigit() and start.isdigit()) or ProcessMark(int(pid), int(start)).alive():
+            continue
+        for place in places(directory):
+            _remove(home, place)
+        with contextlib.suppress(OSError):
+            os.rmdir(directory)
+
+
+def clear(home: Path, image: str) -> None:
+    """Remove every room on that image, whichever process made it: nobody lives there yet."""
+    for directory in _directories(home):
+        for place in places(directory):
+            if (place.spec() or {}).get("foundation", {}).get("base") != image:
+                continue
+            # Taken away first and ended then: who has moved in by now keeps it, who comes now finds none.
+            claimed = Place(place.path.with_name(os.urandom(8).hex()))
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(place.path, claimed.path)
+                _remove(home, claimed)
+
+
+def _directories(home: Path) -> list[Path]:
+    try:
+        return [home / "rooms" / name for name in os.listdir(home / "rooms")]
+    except FileNotFoundError:
+        return []
+
+
+def _remove(home: Path, place: Place) -> None:
+    with contextlib.suppress(OSError, LowtideError):
+        destroy.destroy(place, home / "trash", 0.0)
