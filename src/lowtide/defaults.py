@@ -111,6 +111,8 @@ class SandboxDefaults:
         """A copy with `options` on top: tags and environment are added to, the rest is replaced."""
         _refuse_unknown(options)
         given = {key: value for key, value in options.items() if value is not None}
+        if not given:
+            return self
         if "tags" in given:
             given["tags"] = self.merge_tags(given["tags"])
         if "environment_variables" in given:
