@@ -42,6 +42,12 @@ def test_killed_together_with_its_owner_and_then_the_next_process_cleans_up(worl
     actor = world.start("hold", 3, LOWTIDE_GUARDIAN_CRASH_AT=once)
     actor.until("READY")
     actor.kill()
+    deadline = time.monotonic() + 30
+    while not os.path.exists(
+        f"{world.home}/struck"
+    ):  # on a busy machine the next one would still find it alive
+        assert time.monotonic() < deadline, f"the guardian has not come to {step}"
+        time.sleep(0.02)
     time.sleep(0.3)
     # Whatever happened to the guardian: the next lowtide process on this machine starts one.
     other = world.start("normal_exit", 1)
