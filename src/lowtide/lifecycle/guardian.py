@@ -35,7 +35,7 @@ from lowtide.machine import process_start_time, this_host
 
 log = logging.getLogger("lowtide.guardian")
 
-IDLE_SECONDS = 2.0
+IDLE_SECONDS = 1.5
 LOOK_SECONDS = 5.0
 """How often the ledger is read for what no message told: owners without a link, expiries, renewals."""
 EXEC_SECONDS = 3.0
