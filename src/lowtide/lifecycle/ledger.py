@@ -6,7 +6,6 @@ transaction. A row is never deleted before its sandbox is confirmed gone.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import secrets
@@ -18,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from lowtide.errors import LedgerError
-from lowtide.lifecycle.lease import Keep, Lease, LeaseState, Owner
+from lowtide.lifecycle import lease_rows
+from lowtide.lifecycle.lease import Lease, LeaseState, Owner
 
 if TYPE_CHECKING:
     import asyncio
@@ -97,51 +97,6 @@ class Ledger(Protocol):
     def close(self) -> None: ...
 
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS lease (
-  lease_id TEXT PRIMARY KEY, provider TEXT NOT NULL, account TEXT NOT NULL, state TEXT NOT NULL,
-  sandbox_id TEXT, host TEXT NOT NULL, boot_id TEXT NOT NULL, pid INTEGER NOT NULL, start_time INTEGER NOT NULL,
-  tags TEXT NOT NULL, session TEXT, keep TEXT NOT NULL, keep_for_seconds REAL NOT NULL, created_at REAL NOT NULL,
-  expires_at REAL, max_lifetime_at REAL, lifetime_seconds REAL, kept_until REAL, attempts INTEGER NOT NULL,
-  reason TEXT, recovery TEXT NOT NULL, changed_at REAL NOT NULL
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS lease_open ON lease (state) WHERE state NOT IN ('gone', 'handed-over');
-CREATE INDEX IF NOT EXISTS lease_sandbox ON lease (sandbox_id, provider);
-CREATE TABLE IF NOT EXISTS history (
-  lease_id TEXT NOT NULL, at REAL NOT NULL, before TEXT, after TEXT NOT NULL, pid INTEGER NOT NULL, why TEXT NOT NULL
-);
-CREATE INDEX IF NOT EXISTS history_lease ON history (lease_id);
-"""
-_COLUMNS = [
-    "lease_id",
-    "provider",
-    "account",
-    "state",
-    "sandbox_id",
-    "host",
-    "boot_id",
-    "pid",
-    "start_time",
-    "tags",
-    "session",
-    "keep",
-    "keep_for_seconds",
-    "created_at",
-    "expires_at",
-    "max_lifetime_at",
-    "lifetime_seconds",
-    "kept_until",
-    "attempts",
-    "reason",
-    "recovery",
-    "changed_at",
-]
-_OWNER = ("host", "boot_id", "pid", "start_time")
-_INSERT = f"INSERT INTO lease ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
-_SELECT = f"SELECT {', '.join(_COLUMNS)} FROM lease"
-_VERSION = "1"
-
 _FULL, _NORMAL = "PRAGMA synchronous=FULL", "PRAGMA synchronous=NORMAL"
 
 
@@ -173,12 +128,14 @@ class SqliteLedger:
                 found = self._db.execute("SELECT name FROM sqlite_master WHERE name='meta'").fetchone()
                 if not found:
                     self._db.execute("BEGIN IMMEDIATE")
-                    for statement in _SCHEMA.split(";"):
+                    for statement in lease_rows.SCHEMA.split(";"):
                         self._db.execute(statement)
                     self._db.execute(
                         "INSERT OR IGNORE INTO meta VALUES ('ledger_id', ?)", (secrets.token_hex(8),)
                     )
-                    self._db.execute("INSERT OR IGNORE INTO meta VALUES ('version', ?)", (_VERSION,))
+                    self._db.execute(
+                        "INSERT OR IGNORE INTO meta VALUES ('version', ?)", (lease_rows.VERSION,)
+                    )
                     self._db.execute("COMMIT")
                 meta = dict(self._db.execute("SELECT key, value FROM meta").fetchall())
                 if "ledger_id" in meta:
@@ -188,10 +145,10 @@ class SqliteLedger:
                 if not _busy(error) or time.monotonic() > deadline:
                     raise
             time.sleep(0.005)
-        if meta["version"] != _VERSION:
+        if meta["version"] != lease_rows.VERSION:
             raise LedgerError(
                 f"the ledger {self.path} was written by another version of lowtide (format {meta['version']}, "
-                f"this one reads {_VERSION}); use that version, or another LOWTIDE_HOME"
+                f"this one reads {lease_rows.VERSION}); use that version, or another LOWTIDE_HOME"
             )
         return str(meta["ledger_id"])
 
@@ -278,11 +235,13 @@ class SqliteLedger:
         return await self._retry("read", lambda: self._get(lease_id))
 
     async def find(self, provider: str, account: str | None, sandbox_id: str) -> Lease | None:
-        query, values = f"{_SELECT} WHERE sandbox_id=? AND provider=?", [sandbox_id, provider]
+        query, values = f"{lease_rows.SELECT} WHERE sandbox_id=? AND provider=?", [sandbox_id, provider]
         if account is not None:
             query, values = query + " AND account=?", [*values, account]
         rows = await self._retry("read", lambda: self._db.execute(query, values).fetchall())
-        leases = sorted((_from_row(row, self.ledger_id) for row in rows), key=lambda lease: lease.created_at)
+        leases = sorted(
+            (lease_rows.from_row(row, self.ledger_id) for row in rows), key=lambda lease: lease.created_at
+        )
         return leases[-1] if leases else None
 
     async def leases(
@@ -301,9 +260,9 @@ class SqliteLedger:
             values += [owner.host, owner.boot_id, owner.pid, owner.start_time]
         if provider is not None:
             where, values = where + " AND provider=?", [*values, provider]
-        query = f"{_SELECT} WHERE {where} ORDER BY lease_id"
+        query = f"{lease_rows.SELECT} WHERE {where} ORDER BY lease_id"
         rows = await self._retry("read", lambda: self._db.execute(query, values).fetchall())
-        leases = [_from_row(row, self.ledger_id) for row in rows]
+        leases = [lease_rows.from_row(row, self.ledger_id) for row in rows]
         return [lease for lease in leases if set(tags) <= set(lease.tags)]
 
     async def owners(self, host: str) -> list[Owner]:
@@ -351,18 +310,18 @@ class SqliteLedger:
     # Below: one transaction each.
 
     def _get(self, lease_id: str) -> Lease | None:
-        row = self._db.execute(f"{_SELECT} WHERE lease_id=?", (lease_id,)).fetchone()
-        return _from_row(row, self.ledger_id) if row else None
+        row = self._db.execute(f"{lease_rows.SELECT} WHERE lease_id=?", (lease_id,)).fetchone()
+        return lease_rows.from_row(row, self.ledger_id) if row else None
 
     def _insert(self, lease: Lease) -> None:
-        self._db.execute(_INSERT, _to_row(lease))
+        self._db.execute(lease_rows.INSERT, lease_rows.to_row(lease))
         self._remember(lease.lease_id, None, lease.state, lease.reason or "")
 
     def _put(self, lease: Lease, **fields: Any) -> Lease:
         """Write these fields, and no others."""
         columns, values = ["changed_at=?"], [time.time()]
         for name, value in fields.items():
-            for column, written in _written(name, value):
+            for column, written in lease_rows.written(name, value):
                 columns.append(f"{column}=?")
                 values.append(written)
         self._db.execute(f"UPDATE lease SET {', '.join(columns)} WHERE lease_id=?", (*values, lease.lease_id))
@@ -430,88 +389,3 @@ def _busy(error: sqlite3.Error) -> bool:
 def _in(column: str, states: Iterable[LeaseState]) -> tuple[str, list[Any]]:
     names: list[Any] = sorted(str(state) for state in states)
     return f"{column} IN ({', '.join('?' * len(names))})", names
-
-
-def _written(name: str, value: Any) -> Iterable[tuple[str, Any]]:
-    """A field of a lease as columns and what stands in them."""
-    if name == "owner":
-        return zip(_OWNER, (value.host, value.boot_id, value.pid, value.start_time), strict=True)
-    if name in ("tags", "recovery"):
-        return ((name, json.dumps(value)),)
-    return ((name, str(value) if name in ("state", "keep") else value),)
-
-
-def _to_row(lease: Lease) -> tuple[Any, ...]:
-    owner = lease.owner
-    return (
-        lease.lease_id,
-        lease.provider,
-        lease.account,
-        str(lease.state),
-        lease.sandbox_id,
-        owner.host,
-        owner.boot_id,
-        owner.pid,
-        owner.start_time,
-        json.dumps(lease.tags),
-        lease.session,
-        str(lease.keep),
-        lease.keep_for_seconds,
-        lease.created_at,
-        lease.expires_at,
-        lease.max_lifetime_at,
-        lease.lifetime_seconds,
-        lease.kept_until,
-        lease.attempts,
-        lease.reason,
-        json.dumps(dict(lease.recovery)),
-        time.time(),
-    )
-
-
-def _from_row(row: tuple[Any, ...], ledger_id: str) -> Lease:
-    (
-        lease_id,
-        provider,
-        account,
-        state,
-        sandbox_id,
-        host,
-        boot_id,
-        pid,
-        start_time,
-        tags,
-        session,
-        keep,
-        keep_for_seconds,
-        created_at,
-        expires_at,
-        max_lifetime_at,
-        lifetime_seconds,
-        kept_until,
-        attempts,
-        reason,
-        recovery,
-        _,
-    ) = row
-    return Lease(
-        lease_id=lease_id,
-        provider=provider,
-        account=account,
-        owner=Owner(host=host, boot_id=boot_id, pid=pid, start_time=start_time),
-        ledger_id=ledger_id,
-        state=LeaseState(state),
-        sandbox_id=sandbox_id,
-        tags=tuple(json.loads(tags)) if tags != "[]" else (),
-        session=session,
-        keep=Keep(keep),
-        keep_for_seconds=keep_for_seconds,
-        created_at=created_at,
-        expires_at=expires_at,
-        max_lifetime_at=max_lifetime_at,
-        lifetime_seconds=lifetime_seconds,
-        kept_until=kept_until,
-        attempts=attempts,
-        reason=reason,
-        recovery=json.loads(recovery) if recovery != "{}" else {},
-    )

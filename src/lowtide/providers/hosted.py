@@ -117,8 +117,6 @@ def mapped_by(translated: Translate) -> Mapped:
         except errors.LowtideError as error:
             error.sandbox_id = error.sandbox_id or sandbox_id
             raise
-        except asyncio.CancelledError:
-            raise
         except Exception as error:
             found = translated(error, sandbox_id, path=path)
             if found is None:

@@ -32,13 +32,13 @@ FRAME_BYTES = 192 << 10
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
-_ENTER = """M=$1 T=$2 D=$3 W=$4;shift 4
-enter() {
-ulimit -w $T 2>/dev/null||ulimit -x $T 2>/dev/null
+_ENTER = f"""M=$1 T=$2 D=$3 W=$4;shift 4
+enter() {{
+{tagged.enter("$T")}
 if [ -n "$D" ];then cd -- "$D"||exit 126
-elif [ -n "$W" ];then cd -- "$W" 2>/dev/null||{ mkdir -p -- "$W"&&cd -- "$W"; }||exit 126
+elif [ -n "$W" ];then cd -- "$W" 2>/dev/null||{{ mkdir -p -- "$W"&&cd -- "$W"; }}||exit 126
 fi
-}
+}}
 """
 # The shell's own standard error goes nowhere: it would say "Killed" where the command said nothing.
 _RUN = """S=;command -v setsid >/dev/null&&S=setsid

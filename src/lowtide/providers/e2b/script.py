@@ -21,15 +21,15 @@ from lowtide.providers.base import ProcessSpec
 SH, BASH = "/bin/sh", "/bin/bash"
 _FLAGS = ("--noprofile", "--norc", "-p", "-c")  # -p: the command's BASH_ENV and functions are not the shell's
 
-_BEGIN = """M=$1 T=$2 D=$3 W=$4;shift 4
+_BEGIN = f"""M=$1 T=$2 D=$3 W=$4;shift 4
 exec 3>&2 2>/dev/null
-enter() {
-ulimit -w "$T"||ulimit -x "$T"
+enter() {{
+{tagged.enter("$T")}
 exec 2>&3 3>&-
 if [ -n "$D" ];then cd -- "$D"||exit 126
-elif [ -n "$W" ];then cd -- "$W" 2>/dev/null||{ mkdir -p -- "$W"&&cd -- "$W"; }||exit 126
+elif [ -n "$W" ];then cd -- "$W" 2>/dev/null||{{ mkdir -p -- "$W"&&cd -- "$W"; }}||exit 126
 fi
-}
+}}
 """
 _END = """printf '%s=%s;' "$M" $C >&3
 printf '%s=%s;' "$M" $C
