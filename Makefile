@@ -18,8 +18,10 @@ demo: $(VENV)/.runtime ## the two-minute tour: sandboxes, a kill -9, and nothing
 	@$(BIN)/lowtide demo
 
 test: $(VENV)/.dev ## the test-suite
-	@$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not alone" $(PYTEST_ARGS)
-	@$(BIN)/pytest -q -m alone $(PYTEST_ARGS)
+	@code=0; \
+	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not alone" $(PYTEST_ARGS) || code=$$?; \
+	$(BIN)/pytest -q -m alone $(PYTEST_ARGS) || code=$$?; \
+	exit $$code
 
 check: $(VENV)/.dev ## format, lint, types, layers, exported names
 	@$(BIN)/ruff format --check --quiet --diff .

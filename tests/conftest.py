@@ -64,6 +64,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if again := terminalreporter.stats.get("rerun", []):
+        terminalreporter.section("why they were tried again")
+        for report in again:
+            terminalreporter.write_line(f"{report.nodeid} ({report.when}):\n{report.longreprtext}\n")
     left = config.stash[_left]
     if left:
         terminalreporter.section("left behind by the suite", red=True)

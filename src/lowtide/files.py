@@ -13,14 +13,13 @@ import tempfile
 import threading
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
-from lowtide import archive, validate
+from lowtide import archive, source
 from lowtide.errors import (
     SandboxFileError,
     SandboxFileNotFoundError,
     SandboxIsADirectoryError,
-    ValidationError,
 )
 from lowtide.lifeline import Lifeline
 from lowtide.operation import Operation
@@ -58,7 +57,9 @@ async def read(provider: Provider, sandbox_id: str, path: str) -> bytes:
 
 
 async def write(provider: Provider, sandbox_id: str, path: str, content: bytes, mode: int | None) -> None:
-    written = await provider.write_file(sandbox_id, path, _blocks(content), size=len(content), mode=mode)
+    written = await provider.write_file(
+        sandbox_id, path, source.blocks(content), size=len(content), mode=mode
+    )
     _verify(written, len(content), path, provider, sandbox_id)
 
 
@@ -82,23 +83,6 @@ async def write_chunks(
     if size is not None:
         _verify(written, size, path, provider, sandbox_id)
     return written
-
-
-def chunks_of(data: bytes | Iterable[bytes] | AsyncIterable[bytes]) -> AsyncIterable[bytes]:
-    """Any source of bytes as one that the engine can read. Call it where the source belongs."""
-    if isinstance(data, bytes | bytearray | memoryview):
-        return _blocks(bytes(data))
-    if isinstance(data, AsyncIterable):
-        try:
-            home = asyncio.get_running_loop()
-        except RuntimeError:
-            return data  # it belongs to no loop yet, so the engine's will do
-        return _from_loop(data, home)
-    if isinstance(data, str) or not isinstance(data, Iterable):
-        raise ValidationError(
-            f"data must be bytes or an iterable of bytes, not {type(data).__name__}", argument="data"
-        )
-    return _from_thread(data)
 
 
 def local_source(path: str | os.PathLike[str]) -> str:
@@ -127,7 +111,7 @@ async def upload(provider: Provider, sandbox_id: str, local: str, remote: str) -
             written = await provider.write_from(sandbox_id, remote, file.fileno(), mode=mode)
         else:
             written = await provider.write_file(
-                sandbox_id, remote, _read_blocks(file), size=status.st_size, mode=mode
+                sandbox_id, remote, source.read_blocks(file), size=status.st_size, mode=mode
             )
     _verify(written, status.st_size, remote, provider, sandbox_id)
     return Transfer(files=1, bytes=written)
@@ -330,44 +314,6 @@ class _Packing:
 
     def give_up(self) -> None:
         self._stopped = True
-
-
-async def _blocks(content: bytes) -> AsyncIterator[bytes]:
-    if len(content) <= _CHUNK:
-        yield content
-        return
-    view = memoryview(content)
-    for start in range(0, len(content), _CHUNK):
-        yield bytes(view[start : start + _CHUNK])
-
-
-async def _read_blocks(file: IO[bytes]) -> AsyncIterator[bytes]:
-    loop = asyncio.get_running_loop()
-    while block := await loop.run_in_executor(None, file.read, _CHUNK):
-        yield block
-
-
-async def _from_thread(data: Iterable[bytes]) -> AsyncIterator[bytes]:
-    loop = asyncio.get_running_loop()
-    source = iter(data)
-    end = object()
-    while (chunk := await loop.run_in_executor(None, next, source, end)) is not end:
-        yield validate.content("data", chunk)
-
-
-async def _from_loop(data: AsyncIterable[bytes], home: asyncio.AbstractEventLoop) -> AsyncIterator[bytes]:
-    """An async generator belongs to the loop it was made in: each step is taken there."""
-    source = aiter(data)
-    end = object()
-
-    async def step() -> Any:
-        return await anext(source, end)
-
-    while True:
-        chunk = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(step(), home))
-        if chunk is end:
-            return
-        yield validate.content("data", chunk)
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

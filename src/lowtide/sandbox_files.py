@@ -56,9 +56,9 @@ class SandboxFiles:
         mode: int | None = None,
     ) -> Operation[int]:
         """Write chunks as they come; returns the number of bytes. An iterable is read in a worker thread."""
-        from lowtide import files
+        from lowtide import files, source
 
-        chunks = files.chunks_of(data)
+        chunks = source.chunks_of(data)
         return self._file_call(path, lambda p, i, where: files.write_chunks(p, i, where, chunks, size, mode))
 
     def upload(self, local: str | os.PathLike[str], remote: str) -> Operation[Transfer]:

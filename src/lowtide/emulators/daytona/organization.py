@@ -48,7 +48,7 @@ class Organization:
         return web.json_response(
             {
                 "version": "0.0.0-lowtide",
-                "oidc": {"issuer": origin, "clientId": "lowtide", "audience": "lowtide"},
+                "oidc": dict.fromkeys(("clientId", "audience", "provider"), "lowtide") | {"issuer": origin},
                 "linkedAccountsEnabled": False,
                 "announcements": {},
                 "proxyTemplateUrl": origin,

@@ -70,7 +70,7 @@ async def _confirmed(api: Any, sandbox_id: str, answered_in: float = 0.03) -> No
     `answered_in`: how long a call takes here. Asking much more often than that tells nothing sooner.
     """
     deadline = time.monotonic() + CONFIRM_SECONDS
-    delay = min(max(answered_in * 0.6, 0.001), 0.05)
+    delay = min(max(answered_in * 0.25, 0.0005), 0.05)
     await asyncio.sleep(delay)  # it was just said not to be gone yet
     while not await _is_gone(api, sandbox_id):
         if time.monotonic() > deadline:
