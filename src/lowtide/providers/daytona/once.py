@@ -169,7 +169,8 @@ def _text(path: str, wrapping: Wrapping, spec: ProcessSpec, working_dir: str | N
         *(str(len(variables)), *variables),
         *spec.argv,
     )
-    words = (*map(quoted, before), _program("again"), _program("follow"), *map(quoted, after))
+    programs = map(_program, ("again", "gather", "follow"))
+    words = (*map(quoted, before), *programs, *map(quoted, after))
     return f"PERL_BADLANG=0 perl -e {_program('once')} {' '.join(words)}"
 
 
