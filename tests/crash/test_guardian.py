@@ -25,29 +25,22 @@ STEPS = [
 @pytest.mark.parametrize("step", STEPS)
 def test_killed_at_a_step_while_a_neighbour_lives(world: World, step: str) -> None:
     """The neighbour notices and starts a new one, which goes on."""
-    peer = world.start_peer()
-    once = f"{step}@{world.home}/struck"
-    world.kill_guardian()  # the next one is started by the peer with our crash point? no: by the actor
-    actor = world.start("hold", 3, LOWTIDE_GUARDIAN_CRASH_AT=once)
+    actor = world.start("hold", 3, LOWTIDE_GUARDIAN_CRASH_AT=f"{step}@{world.home}/struck")
     actor.until("READY")
+    peer = world.start_peer()
     actor.kill()
     world.wait_until_clean()
     world.end_peer(peer)
     world.wait_until_clean()
+    world.until_struck()
 
 
 @pytest.mark.parametrize("step", STEPS[:-1])
 def test_killed_together_with_its_owner_and_then_the_next_process_cleans_up(world: World, step: str) -> None:
-    once = f"{step}@{world.home}/struck"
-    actor = world.start("hold", 3, LOWTIDE_GUARDIAN_CRASH_AT=once)
+    actor = world.start("hold", 3, LOWTIDE_GUARDIAN_CRASH_AT=f"{step}@{world.home}/struck")
     actor.until("READY")
     actor.kill()
-    deadline = time.monotonic() + 30
-    while not os.path.exists(
-        f"{world.home}/struck"
-    ):  # on a busy machine the next one would still find it alive
-        assert time.monotonic() < deadline, f"the guardian has not come to {step}"
-        time.sleep(0.02)
+    world.until_struck()  # on a busy machine the next process would still find it alive
     time.sleep(0.3)
     # Whatever happened to the guardian: the next lowtide process on this machine starts one.
     other = world.start("normal_exit", 1)

@@ -197,6 +197,13 @@ class World:
 
     # The guardian.
 
+    def until_struck(self, seconds: float = 30.0) -> None:
+        """Until a guardian was killed at the step that ``LOWTIDE_GUARDIAN_CRASH_AT`` names, with the mark `struck`."""
+        deadline = time.monotonic() + seconds
+        while not (self.home / "struck").exists():
+            assert time.monotonic() < deadline, "no guardian has come to the step it was to be killed at"
+            time.sleep(0.02)
+
     def guardian(self, seconds: float = 15.0) -> int:
         """Its pid, once it answers."""
         deadline = time.monotonic() + seconds

@@ -30,6 +30,11 @@ class Document:
         problems = self.problems(schema, json.loads(body))
         assert not problems, f"{method} {template}: {problems}"
 
+    def calls(self) -> Iterator[tuple[str, str]]:
+        for path, methods in self.root["paths"].items():
+            for method in methods:
+                yield method.upper(), path
+
     def knows(self, method: str, path: str) -> bool:
         return method.lower() in self.root["paths"].get(path, ())
 

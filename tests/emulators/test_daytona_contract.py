@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 import uuid
 from collections.abc import Iterator
@@ -71,9 +72,13 @@ def box(call: Caller, api: str) -> Iterator[Any]:
     try:
         yield call("POST", api, "/sandbox", json={"name": name, "labels": {"contract": "1"}})
     finally:
-        until = time.monotonic() + 30
-        while call.web.delete(f"{api}/sandbox/{name}").status_code != 404 and time.monotonic() < until:
-            time.sleep(0.05)
+        delete(call.web, api, name)
+
+
+def delete(web: Any, api: str, name: str) -> None:
+    until = time.monotonic() + 30
+    while web.delete(f"{api}/sandbox/{name}").status_code != 404 and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def settled(call: Caller, api: str, box: Any) -> str:
@@ -241,3 +246,28 @@ def test_errors_have_the_documented_shape(call: Caller, api: str, toolbox: str, 
     assert answer.status_code == 404
     assert not call.documents[toolbox].problems({"$ref": "#/definitions/ErrorResponse"}, answer.json())
     assert answer.json()["code"] == "FILE_NOT_FOUND"
+
+
+def test_what_it_does_not_do_is_listed_by_name(daytona: Handle, api: str, toolbox: str) -> None:
+    section = (Path(__file__).parents[2] / "docs" / "emulators.md").read_text().partition("\n## Daytona\n")[2]
+    key, missing, asked = daytona.environment["DAYTONA_API_KEY"], set(), 0
+    with httpx.Client(trust_env=False, headers={"Authorization": f"Bearer {key}"}, timeout=60) as web:
+        box = web.post(f"{api}/sandbox", json={}).json()["id"]
+        try:
+            bases = {"daytona_api_client": api, "daytona_toolbox_api_client": f"{toolbox}/{box}"}
+            for client, base in bases.items():
+                for method, path in from_client(client).calls():
+                    path = re.sub(r"\{[^}]+\}", "none", path)
+                    answer = web.request(method, base + path, content=b"no JSON")  # so that nothing is made
+                    asked += 1
+                    if answer.status_code in (405, 501) or "Cannot " in answer.text:
+                        missing.add(path)
+        finally:
+            delete(web, api, box)
+    names = {re.sub(r"^(/sandbox)?/(none/)?", "", path) for path in missing}
+    assert asked > 250
+    assert "object-storage/push-access" in names
+    unlisted = {
+        name for name in names if not any(f"`{part}`" in section for part in (name, name.split("/")[0]))
+    }
+    assert not unlisted
