@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tests.crash.world import World
@@ -75,6 +77,7 @@ def test_killed_inside_the_providers_call(world: World, call: str, fault: dict[s
     actor = world.start("stop_all", 2)
     assert actor.wait() == -9
     world.wait_until_clean()
+    assert not world.service.pending()
 
 
 @pytest.mark.faulty  # can hold a request
@@ -85,14 +88,16 @@ def test_killed_with_the_request_in_flight(world: World) -> None:
         pass
     actor.kill()
     world.wait_until_clean()
+    assert not world.service.pending()
 
 
 @pytest.mark.faulty  # commits late
 def test_killed_before_a_late_commit(world: World) -> None:
     world.service.fault("create", commit_after_seconds=1.0)
     actor = world.start("hold", 1)
-    while not world.open_rows():
-        pass
+    while world.service.pending():
+        time.sleep(0.002)
+    time.sleep(0.05)  # the request has been taken; now it is on its way
     actor.kill()
     world.wait_until_clean()
     assert world.existing() == world.spared
@@ -108,3 +113,4 @@ def test_killed_while_deletes_fail(world: World, deletes: dict[str, object]) -> 
     world.service.fault("destroy", **deletes)
     actor.kill()
     world.wait_until_clean(40)
+    assert not world.service.pending()

@@ -100,6 +100,12 @@ class FaultyService:
             queue = json.loads(path.read_text()) if path.exists() else []
             path.write_text(json.dumps(queue + [what] * times))
 
+    def pending(self) -> list[str]:
+        """The calls of which a fault is still to come: empty when every fault has struck."""
+        with _locked(self.directory):
+            paths = sorted((self.directory / "faults").glob("*.json"))
+            return [path.stem for path in paths for _ in json.loads(path.read_text())]
+
     def clear(self) -> None:
         """No more faults."""
         with _locked(self.directory):
