@@ -7,6 +7,7 @@ is struck. Scenarios are functions of this module.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import random
 import signal
@@ -19,6 +20,7 @@ from lowtide import Sandbox, Session, results
 PROVIDER, SCENARIO, COUNT = sys.argv[1], sys.argv[2], int(sys.argv[3])
 OPTIONS = {"provider": PROVIDER, "tags": ["crash"]}
 
+faulthandler.register(signal.SIGUSR1)  # a test that waits in vain asks where everybody is
 
 # Ignored, if the suite was started by a shell in the background or with nohup: then they are ignored with us, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -32,6 +32,7 @@ class Actor:
     """A process of ours, by its own Popen."""
 
     process: subprocess.Popen[bytes]
+    errors: Path
     lines: list[str] = field(default_factory=list)
     _rest: bytes = b""
 
@@ -43,7 +44,7 @@ class Actor:
                 if line.split()[:1] == [word]:
                     return line
             left = deadline - time.monotonic()
-            assert left > 0, f"no {word} within {seconds:g} s; said {self.lines}"
+            assert left > 0, f"no {word} within {seconds:g} s; said {self.lines}; {self.stacks()}"
             stdout = self.process.stdout
             assert stdout is not None
             if select.select([stdout], [], [], min(left, 1.0))[0]:
@@ -52,6 +53,13 @@ class Actor:
                     raise EOFError(f"it ended without {word}; said {self.lines}, exit {self.process.wait()}")
                 *whole, self._rest = (self._rest + data).split(b"\n")
                 self.lines += [line.decode() for line in whole]
+
+    def stacks(self) -> str:
+        """Where its threads are, for somebody who waits in vain."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGUSR1)
+            time.sleep(1.0)
+        return self.errors.read_text(errors="replace")[-6000:]
 
     def made(self) -> set[str]:
         return {line.split()[1] for line in self.lines if line.startswith("MADE ")}
@@ -95,14 +103,16 @@ class World:
         self.cases = 1
 
     def start(self, scenario: str, count: int = 2, **environ: str) -> Actor:
-        process = subprocess.Popen(
-            [sys.executable, str(ACTOR), self.provider_name, scenario, str(count)],
-            env={**self.environ, **environ},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL if not os.environ.get("CRASH_STDERR") else None,
-        )
-        actor = Actor(process)
+        errors = self.home.parent / f"actor-{len(self.actors)}.err"
+        with open(errors, "wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, str(ACTOR), self.provider_name, scenario, str(count)],
+                env={**self.environ, **environ},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+            )
+        actor = Actor(process, errors)
         self.actors.append(actor)
         return actor
 
@@ -245,9 +255,17 @@ class World:
         )
 
     def close(self) -> None:
+        failed = False
         for actor in self.actors:
             if actor.process.poll() is None:
+                failed = True
                 actor.kill()
             for stream in (actor.process.stdin, actor.process.stdout):
                 if stream is not None:
                     stream.close()
+        if failed:  # and has said so; what it leaves must not be held against the others
+            self.spared = set()
+            try:
+                self.wait_until_clean(10)
+            except AssertionError:
+                self.sweep()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
 import signal
@@ -206,9 +207,18 @@ def test_the_limit_of_sandboxes_holds(tmp_path: Path) -> None:
         sdk.Sandbox.create(**options)
 
 
+def two_free_ports() -> int:
+    """Below those that the kernel gives to whoever asks for any: nobody takes them in between."""
+    for base in range(20_000 + os.getpid() % 5_000, 32_000, 2):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for port in (base, base + 1):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return base
+    raise AssertionError("no two free ports")
+
+
 def test_ports_follow_the_base(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        base = probe.getsockname()[1]
+    base = two_free_ports()
     with lowtide.emulators.start("e2b", home=tmp_path, port_base=base) as handle:
         assert handle.urls["e2b"].endswith(f":{base}")
         assert handle.environment["HTTPS_PROXY"].endswith(f":{base + 1}")

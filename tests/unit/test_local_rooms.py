@@ -141,6 +141,26 @@ async def test_a_room_somebody_killed_is_not_used(provider: LocalProvider) -> No
     assert (await shell(provider, made.sandbox_id, "echo here"))[1] == "here\n"
 
 
+async def test_closing_while_one_is_begun_leaves_nothing(
+    provider: LocalProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = vacant.sweep
+
+    def slow(home: Path) -> None:
+        time.sleep(0.3)
+        sweep(home)
+
+    monkeypatch.setattr(vacant, "sweep", slow)
+    for _ in range(2):
+        await provider.destroy((await provider.create(spec())).sandbox_id)
+    while provider._rooms._making is None:
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.01)
+    await provider.aclose()
+    await asyncio.sleep(0.4)
+    assert left(tmp_path) == []
+
+
 def layer(content: bytes) -> io.BytesIO:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as archive:

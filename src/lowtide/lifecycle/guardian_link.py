@@ -85,9 +85,9 @@ class GuardianLink:
         if link is None:
             return False
         self._socket = link
-        self._send()
         asyncio.get_running_loop().add_reader(link.fileno(), self._on_readable)
-        return True
+        self._send()
+        return self._socket is not None  # else it died in this moment
 
     def _send(self) -> None:
         owner = Owner.current()

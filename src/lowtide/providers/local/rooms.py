@@ -14,7 +14,6 @@ import os
 import socket
 import weakref
 from dataclasses import replace
-from pathlib import Path
 
 from lowtide import engine
 from lowtide.errors import LowtideError
@@ -89,7 +88,11 @@ class Rooms:
         launch = Launch(self._workshop, like.client, place, spec, like.foundation)
         near, far = socket.socketpair()
         try:
-            await asyncio.to_thread(self._make_own, place.path.parent)
+            if not place.path.parent.exists():
+                await asyncio.to_thread(vacant.sweep, self._workshop.home)
+            # Here and not in the thread, which goes on when this is cancelled.
+            for path in (place.path.parent.parent, place.path.parent):
+                path.mkdir(mode=0o711, exist_ok=True)  # passable, as the directory of the sandboxes is
             launch.reserve()
             launch.furnish()
             inner = await launch.run(leash=(os.dup(near.fileno()), far.detach()))
@@ -104,12 +107,6 @@ class Rooms:
             return
         self._room = room
         await self._open_door(room, like)
-
-    def _make_own(self, directory: Path) -> None:
-        if not directory.exists():
-            vacant.sweep(self._workshop.home)
-            for path in (directory.parent, directory):  # passable, as the directory of the sandboxes is
-                path.mkdir(mode=0o711, exist_ok=True)
 
     async def _open_door(self, room: Room, like: Launch) -> None:
         """Have a porter at its door, so that the first command is as fast as the others."""
@@ -148,8 +145,7 @@ class Rooms:
         if room is not None:
             self._discard(room)
         await asyncio.gather(*self._leaving, return_exceptions=True)
-        with contextlib.suppress(OSError):
-            os.rmdir(vacant.own(self._workshop.home))
+        await asyncio.to_thread(vacant.leave, self._workshop.home)
 
     def close_at_exit(self) -> None:
         self._last, self._again = None, False  # the loop still runs, and would make the next one

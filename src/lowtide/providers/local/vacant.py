@@ -22,10 +22,12 @@ def sweep(home: Path) -> None:
         pid, _, start = directory.name.partition(".")
         if not (pid.isdigit() and start.isdigit()) or ProcessMark(int(pid), int(start)).alive():
             continue
-        for place in places(directory):
-            _remove(home, place)
-        with contextlib.suppress(OSError):
-            os.rmdir(directory)
+        _remove_all(home, directory)
+
+
+def leave(home: Path) -> None:
+    """Remove this process's rooms, also one that did not want to go before."""
+    _remove_all(home, own(home))
 
 
 def clear(home: Path, image: str) -> None:
@@ -46,6 +48,13 @@ def _directories(home: Path) -> list[Path]:
         return [home / "rooms" / name for name in os.listdir(home / "rooms")]
     except FileNotFoundError:
         return []
+
+
+def _remove_all(home: Path, directory: Path) -> None:
+    for place in places(directory):
+        _remove(home, place)
+    with contextlib.suppress(OSError):
+        os.rmdir(directory)
 
 
 def _remove(home: Path, place: Place) -> None:
