@@ -22,12 +22,10 @@ def sweep(home: Path) -> None:
         pid, _, start = directory.name.partition(".")
         if not (pid.isdigit() and start.isdigit()) or ProcessMark(int(pid), int(start)).alive():
             continue
-        _remove_all(home, directory)
-
-
-def leave(home: Path) -> None:
-    """Remove this process's rooms, also one that did not want to go before."""
-    _remove_all(home, own(home))
+        for place in places(directory):
+            _remove(home, place)
+        with contextlib.suppress(OSError):
+            os.rmdir(directory)
 
 
 def clear(home: Path, image: str) -> None:
@@ -48,13 +46,6 @@ def _directories(home: Path) -> list[Path]:
         return [home / "rooms" / name for name in os.listdir(home / "rooms")]
     except FileNotFoundError:
         return []
-
-
-def _remove_all(home: Path, directory: Path) -> None:
-    for place in places(directory):
-        _remove(home, place)
-    with contextlib.suppress(OSError):
-        os.rmdir(directory)
 
 
 def _remove(home: Path, place: Place) -> None:
