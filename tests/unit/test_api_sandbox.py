@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lowtide import Sandbox, SandboxError, SandboxFileError, SandboxGone, SandboxState, results
+from lowtide.testing import FaultyService
 
 
 def test_an_unstarted_handle_makes_nothing_and_starts_on_its_first_use() -> None:
@@ -34,15 +35,18 @@ def test_one_that_was_never_started_ends_without_a_word() -> None:
         sandbox.exec(["true"]).result(60)
 
 
-def test_run_inside_a_loop_does_not_block_it() -> None:
+def test_run_inside_a_loop_does_not_block_it(tmp_path: Path) -> None:
     async def main() -> str:
-        sandbox = Sandbox.run()
+        sandbox = Sandbox.run(provider="faulty")
         assert sandbox.status is SandboxState.PENDING
         async with sandbox:
             await sandbox
             return (await sandbox.exec(["echo", "x"])).stdout
 
-    assert asyncio.run(main()) == "x\n"
+    with FaultyService(tmp_path) as service:
+        service.fault("create", hold_seconds=0.5)
+        assert asyncio.run(main()) == "x\n"
+        assert not service.pending()
 
 
 def test_threads_and_two_loops_use_sandboxes_at_once() -> None:
