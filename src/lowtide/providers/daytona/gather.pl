@@ -1,4 +1,4 @@
-# Inside `once.pl`: what the command says and how it ends, and the answer.
+# Inside `once.pl`, after `streams.pl`: what the command says and how it ends, and the answer.
 open STDOUT, ">", "/dev/null";    # whoever asked waits for their end
 open STDERR, ">", "/dev/null";
 $SIG{PIPE} = "IGNORE";
@@ -9,18 +9,6 @@ close F;
 my ($code, $size, $left) = (undef, 0, 0.15);
 my %open = (1 => *O, 2 => *E);
 my %held = (1 => "", 2 => "");
-sub encoded {
-	my ($d) = @_;
-	return "" if !length $d;
-	my $x = pack("u", $d);
-	$x =~ s/^.//mg;
-	$x =~ tr/\n//d;
-	$x =~ tr|` -_|AA-Za-z0-9+/|;
-	my $pad = (3 - length($d) % 3) % 3;
-	substr($x, -$pad) = "=" x $pad if $pad;
-	return $x;
-}
-sub all { my ($f, $d) = @_; while (length $d) { my $n = syswrite $f, $d; if (defined $n) { substr($d, 0, $n) = "" } elsif ($! != 4) { last } } }
 sub answered {    # kept first: it may be asked for again
 	if (sysopen T, "$b.t", 193, 0600) { all(*T, "$m$_[0]\n"); close T; rename "$b.t", "$b.a" }
 	all(*B, "$m$_[0]\n");

@@ -17,15 +17,13 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowtide import errors
 from lowtide.providers.base import STDERR, STDOUT, ProcessSpec, TerminalSize
 from lowtide.providers.daytona.deadline import within
 from lowtide.providers.daytona.failures import status_of, translated, was_cut
-from lowtide.providers.daytona.script import Wrapping, quoted
+from lowtide.providers.daytona.script import Wrapping, perl, quoted
 
 if TYPE_CHECKING:
     from daytona import AsyncSandbox
@@ -169,16 +167,9 @@ def _text(path: str, wrapping: Wrapping, spec: ProcessSpec, working_dir: str | N
         *(str(len(variables)), *variables),
         *spec.argv,
     )
-    programs = map(_program, ("again", "gather", "follow"))
+    programs = (perl("again"), perl("streams", "gather"), perl("follow"))
     words = (*map(quoted, before), *programs, *map(quoted, after))
-    return f"PERL_BADLANG=0 perl -e {_program('once')} {' '.join(words)}"
-
-
-@cache
-def _program(name: str) -> str:
-    lines = (Path(__file__).parent / f"{name}.pl").read_text().splitlines()
-    kept = (re.sub(r"\s+#.*", "", line.strip()) for line in lines if not line.lstrip().startswith("#"))
-    return quoted("\n".join(line for line in kept if line))
+    return f"PERL_BADLANG=0 perl -e {perl('once')} {' '.join(words)}"
 
 
 class EndedProcess:

@@ -2,7 +2,7 @@
 # Each read of a stream becomes one line of base64. When the command's own process has ended and what it
 # wrote has been read, both streams get the mark with the exit code; then it goes on for whoever still
 # holds them. Input comes as numbered frames; a number that was seen is dropped, length 0 is the end.
-# Perl's own functions only: loading a module costs more than all of this.
+# Comes after `streams.pl`. Perl's own functions only: loading a module costs more than all of this.
 my ($m, $in, @c) = @ARGV;
 delete $ENV{PERL_BADLANG};
 pipe(O, P) && pipe(E, F) && pipe(I, J) && pipe(R, W) or exit 125;
@@ -26,17 +26,7 @@ my %open = (1 => *O, 2 => *E);
 close J if !$in;
 my $feed = $in;
 
-sub all { my ($f, $d) = @_; while (length $d) { my $n = syswrite $f, $d; if (defined $n) { substr($d, 0, $n) = "" } elsif ($! != 4) { last } } }
-sub say_ {
-	my ($s, $d) = @_;
-	my $x = pack("u", $d);
-	$x =~ s/^.//mg;
-	$x =~ tr/\n//d;
-	$x =~ tr|` -_|AA-Za-z0-9+/|;
-	my $pad = (3 - length($d) % 3) % 3;
-	substr($x, -$pad) = "=" x $pad if $pad;
-	all($s == 1 ? *STDOUT : *STDERR, "$x\n");
-}
+sub say_ { my ($s, $d) = @_; all($s == 1 ? *STDOUT : *STDERR, encoded($d) . "\n") }
 sub take {    # false at the end of the stream
 	my ($s) = @_;
 	my $n = sysread $open{$s}, my $d, 65536;

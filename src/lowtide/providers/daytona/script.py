@@ -72,7 +72,7 @@ class Wrapping:
         """What the session is told to run where there is Perl. Where there is none, nothing runs."""
         child = f'{_ENTER}printf \'%s+%s;\' "$M" $$;enter;{_exported(spec)}exec "$@"'
         stdin = "1" if spec.stdin else "''"
-        return f"PERL_BADLANG=0 perl -e {quoted(_pump())} {quoted(self.mark)} {stdin} {self._shell(child, spec, working_dir)}"
+        return f"PERL_BADLANG=0 perl -e {perl('streams', 'pump')} {quoted(self.mark)} {stdin} {self._shell(child, spec, working_dir)}"
 
     def command(self, spec: ProcessSpec, working_dir: str | None) -> str:
         """The same with a shell alone: any shell a session may have."""
@@ -111,9 +111,15 @@ class Wrapping:
 
 
 @cache
-def _pump() -> str:
-    lines = (Path(__file__).parent / "pump.pl").read_text().splitlines()
-    return "\n".join(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
+def perl(*names: str) -> str:
+    """The Perl programs of these names, one after the other, as one word for a shell."""
+    kept = []
+    for name in names:
+        for line in (Path(__file__).parent / f"{name}.pl").read_text().splitlines():
+            code = re.sub(r"(^|\s+)#.*", "", line.strip())
+            if code:
+                kept.append(code)
+    return quoted("\n".join(kept))
 
 
 def frame(number: int, data: bytes) -> str:

@@ -14,10 +14,9 @@ import os
 import socket
 import weakref
 from dataclasses import replace
-from pathlib import Path
 
 from lowtide import engine
-from lowtide.errors import LowtideError, SandboxUnavailableError
+from lowtide.errors import LowtideError
 from lowtide.providers.base import Labels
 from lowtide.providers.local import destroy, vacant
 from lowtide.providers.local.entering import porter_message
@@ -132,7 +131,7 @@ class Rooms:
 
     def _put_away(self, place: Place) -> None:
         trash = self._workshop.home / "trash"
-        removing = asyncio.get_running_loop().run_in_executor(None, _remove, place, trash)
+        removing = asyncio.get_running_loop().run_in_executor(None, destroy.destroy, place, trash, 0.0)
         self._leaving.add(removing)
         removing.add_done_callback(self._leaving.discard)
 
@@ -165,13 +164,6 @@ class Rooms:
         self._last, self._again, self._making = None, False, None
         if room is not None:
             room.close()
-
-
-def _remove(place: Place, trash: Path) -> bool:
-    try:
-        return destroy.destroy(place, trash, 0.0)
-    except SandboxUnavailableError:  # on a very busy machine even a killed process takes its time
-        return destroy.destroy(place, trash, 0.0)
 
 
 def _forget_all() -> None:
