@@ -15,9 +15,9 @@ import pytest
 
 from lowtide.errors import MissingDependencyError, SandboxNotFoundError, ValidationError
 from lowtide.providers.base import Limits
+from lowtide.providers.images.store import ImageStore
 from lowtide.providers.local import LocalProvider, bwrap, cgroups, doctor, idle, seccomp
-from lowtide.providers.local.images import ImageStore
-from lowtide.providers.local.treecopy import copy_tree
+from lowtide.trees.copy import copy_tree
 
 sys.path.insert(0, str(Path(__file__).parent))
 from local_sandbox import read, run, shell, spec
@@ -120,7 +120,7 @@ async def test_an_imported_image_is_what_the_sandbox_runs_on(provider: LocalProv
     )
     file = _docker_save(tmp_path, [_busybox_layer(), upper], {"Env": ["FROM=image"], "WorkingDir": "/work"})
     image = provider.images.import_file("team/app:1", file)
-    assert image.layers == 2
+    assert len(image.layers) == 2
     assert [i.name for i in provider.images.images()] == ["team/app:1"]
     made = await provider.create(spec(image="team/app:1"))
     names = {entry.name for entry in await provider.list_dir(made.sandbox_id, "/etc")}

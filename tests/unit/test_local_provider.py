@@ -33,6 +33,7 @@ from lowtide.providers.local import LocalProvider, entering
 from lowtide.providers.local import destroy as ending
 from lowtide.providers.local.place import start_time
 from lowtide.providers.local.spawner_client import SpawnerClient
+from lowtide.trees.remove import remove_tree
 
 sys.path.insert(0, str(Path(__file__).parent))
 from local_sandbox import chunks, new_id, read, run, shell, spec
@@ -489,7 +490,7 @@ def test_hostile_trees_are_removed_without_following_links(tmp_path: Path) -> No
         os.close(fd)
         fd = deeper
     os.close(fd)
-    ending.remove_tree(top)
+    remove_tree(top)
     assert not top.exists()
     assert (outside / "keep").exists()
 

@@ -13,8 +13,8 @@ from lowtide.errors import LowtideError
 from lowtide.providers import registry
 
 if TYPE_CHECKING:
+    from lowtide.providers.images.store import Image, ImageStore
     from lowtide.providers.local import LocalProvider
-    from lowtide.providers.local.images import Image, ImageStore
 
 
 def import_image(name: str, file: str, *, as_json: bool) -> None:
@@ -32,7 +32,10 @@ def list_images(*, as_json: bool) -> None:
         return
     print_table(
         ["image", "layers", "size", "age"],
-        [[image.name, str(image.layers), size(image.size_bytes), age(image.created_at)] for image in found],
+        [
+            [image.name, str(len(image.layers)), size(image.size_bytes), age(image.created_at)]
+            for image in found
+        ],
         empty="no images: `lowtide image import NAME FILE.tar` adds one",
     )
 
@@ -64,13 +67,13 @@ def _tell(image: Image, *, as_json: bool) -> None:
     if as_json:
         print_json(_as_dict(image))
     else:
-        print(clean(f"{image.name}: {image.layers} layers, {size(image.size_bytes)}"))
+        print(clean(f"{image.name}: {len(image.layers)} layers, {size(image.size_bytes)}"))
 
 
 def _as_dict(image: Image) -> dict[str, Any]:
     return {
         "name": image.name,
-        "layers": image.layers,
+        "layers": len(image.layers),
         "size_bytes": image.size_bytes,
         "created_at": timestamp(image.created_at),
     }

@@ -25,9 +25,9 @@ from lowtide.providers.base import (
     Traits,
     Url,
 )
+from lowtide.providers.images.store import ImageStore
 from lowtide.providers.local import destroy, files, idle, pausing, rooms, seccomp, vacant
 from lowtide.providers.local.entering import Entrance, Known
-from lowtide.providers.local.images import ImageStore
 from lowtide.providers.local.launch import Launch
 from lowtide.providers.local.place import Place, ProcessMark, places, valid_id
 from lowtide.providers.local.ports import Forwarder

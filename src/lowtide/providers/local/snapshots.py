@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import SandboxNotFoundError, ValidationError
-from lowtide.providers.local.destroy import remove_tree
 from lowtide.providers.local.foundation import Foundation
 from lowtide.providers.local.place import Place, places, valid_id
-from lowtide.providers.local.treecopy import copy_tree
+from lowtide.trees.copy import copy_tree
+from lowtide.trees.remove import remove_tree
 
 
 class SnapshotStore:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from lowtide.errors import SandboxFailedError, SandboxUnavailableError
 from lowtide.providers.base import SandboxSpec
-from lowtide.providers.local import bwrap, destroy, idle, layers, seccomp
+from lowtide.providers.images.store import ImageStore
+from lowtide.providers.local import bwrap, container_image, destroy, idle, layers, seccomp
 from lowtide.providers.local.foundation import Foundation
-from lowtide.providers.local.images import ImageStore
 from lowtide.providers.local.snapshots import SnapshotStore
 from lowtide.providers.local.spawner_client import SpawnerClient
 
@@ -34,7 +35,7 @@ class Workshop:
         self.client: SpawnerClient | None = None
         self._skeleton: layers.Skeleton | None = None
         self._starting = asyncio.Lock()
-        self.images = ImageStore(home / "images", self.owner)
+        self.images = ImageStore(home / "images", self.owner, functools.partial(container_image.in_use, home))
         self.snapshots = SnapshotStore(home / "snapshots", self.owner)
 
     async def start(self) -> SpawnerClient:
@@ -88,7 +89,7 @@ class Workshop:
 
     def _base(self, image: str | None) -> Foundation:
         """The foundation without snapshots: an image, or this machine."""
-        found = self.images.foundation(image) if image is not None else None
+        found = container_image.foundation(self.images, image) if image is not None else None
         if found is not None:
             return found
         skeleton = self._skeleton

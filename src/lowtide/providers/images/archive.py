@@ -8,7 +8,7 @@ import tarfile
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
-from lowtide.providers.local.pull import for_this_machine
+from lowtide.providers.images.pull import for_this_machine
 
 
 def read_archive(archive: tarfile.TarFile) -> tuple[Iterator[IO[bytes]], dict[str, Any]]:

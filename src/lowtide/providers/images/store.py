@@ -1,4 +1,4 @@
-"""The image store: root filesystems that were imported, and what a `container_image` stands for."""
+"""The image store: images that were imported or pulled, unpacked and ready to stand on."""
 
 from __future__ import annotations
 
@@ -8,102 +8,66 @@ import gzip
 import hashlib
 import json
 import os
-import re
-import sys
 import tarfile
 import time
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote, unquote
 
-from lowtide.errors import (
-    AuthenticationError,
-    LowtideError,
-    MissingDependencyError,
-    SandboxUnavailableError,
-    ValidationError,
-)
-from lowtide.providers.local import vacant
-from lowtide.providers.local.destroy import remove_tree
-from lowtide.providers.local.foundation import Foundation
-from lowtide.providers.local.image_archive import read_archive
-from lowtide.providers.local.layerstore import LayerStore
-from lowtide.providers.local.place import places
-from lowtide.providers.local.pull import Reference, Registry, save
-from lowtide.providers.local.unpack import unpack_layer
-
-_PYTHON = re.compile(r"(?:(?:docker\.io/)?library/|docker\.io/)?python:(\d+\.\d+)(?:[.-][\w.-]*)?$")
-_warned: set[str] = set()
+from lowtide.errors import ValidationError
+from lowtide.providers.images.archive import read_archive
+from lowtide.providers.images.layers import LayerStore
+from lowtide.providers.images.pull import Reference, Registry, save
+from lowtide.providers.images.unpack import unpack_layer
+from lowtide.trees.remove import remove_tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
     name: str
-    layers: int
+    layers: tuple[str, ...]
+    """Directories, from the bottom up."""
     size_bytes: int
     created_at: float
+    environment: Mapping[str, str]
+    working_dir: str
 
 
 class ImageStore:
     """`LOWTIDE_HOME/local/images/<name>/{manifest.json,0,1,…}`: layers from the bottom up."""
 
-    def __init__(self, directory: Path, owner: int | None) -> None:
-        self.directory, self._owner = directory, owner
+    def __init__(
+        self,
+        directory: Path,
+        owner: int | None,
+        in_use: Callable[[str], Sequence[str]] = lambda name: (),
+    ) -> None:
+        """`in_use`: who stands on an image, asked before it is replaced or removed, and once more after."""
+        self.directory, self._owner, self._in_use = directory, owner, in_use
         self.layers = LayerStore(directory / ".layers", owner)
 
-    def foundation(self, image: str) -> Foundation | None:
-        """What a sandbox on this image stands on; None: this machine's own Python stands in."""
-        if image.startswith("/"):
-            return self._directory(image)
-        manifest = self._manifest(image)
-        missing: LowtideError | None = None
-        if manifest is None:
-            try:
-                self.pull(image, only_missing=True)
-                manifest = self._manifest(image)
-            except (SandboxUnavailableError, MissingDependencyError, AuthenticationError) as error:
-                missing = error
-        if manifest is not None:
-            return Foundation(
-                root=tuple(self._layer_paths(image, manifest)),
-                environment=manifest.get("environment", {}),
-                working_dir=manifest.get("working_dir") or "/",
-                record={"base": image},
-            )
-        match = _PYTHON.match(image)
-        if match and match[1] == f"{sys.version_info.major}.{sys.version_info.minor}":
-            if image not in _warned:
-                _warned.add(image)
-                warnings.warn(
-                    f"the image {image} is not in the local store ({missing}): this machine's own Python {match[1]} "
-                    f"stands in. `lowtide image pull {image}` or `lowtide image import {image} FILE.tar` puts the "
-                    "real one there",
-                    stacklevel=2,
-                )
-            return None
-        raise ValidationError(
-            f"the image {image} is not in the local store ({missing}). Run `lowtide image import {image} FILE.tar` "
-            f"with a file from `docker save`, or `lowtide image pull {image}`; a root filesystem directory works too",
-            argument="container_image",
-            provider="local",
-        ) from missing
+    def image(self, name: str) -> Image | None:
+        """The image of that name; None when there is none."""
+        manifest = self._manifest(name)
+        return None if manifest is None else self._image(name, manifest)
+
+    def _image(self, name: str, manifest: Mapping[str, Any]) -> Image:
+        return Image(
+            name=manifest["name"],
+            layers=tuple(self._layer_paths(name, manifest)),
+            size_bytes=manifest["size_bytes"],
+            created_at=manifest["created_at"],
+            environment=manifest.get("environment", {}),
+            working_dir=manifest.get("working_dir") or "/",
+        )
 
     def _layer_paths(self, image: str, manifest: Mapping[str, Any]) -> list[str]:
         shared = manifest.get("diff_ids")
         if shared is not None:
             return [str(self.layers.path(diff_id)) for diff_id in shared]
         return [str(self._place(image) / str(number)) for number in range(manifest["layers"])]
-
-    def _directory(self, path: str) -> Foundation:
-        real = os.path.realpath(path)
-        if not os.path.isdir(real) or real == "/":
-            raise ValidationError(
-                f"{path} is not a root filesystem directory", argument="container_image", provider="local"
-            )
-        return Foundation(root=(real,), foreign=(real,), working_dir="/", record={"base": path})
 
     def import_file(self, name: str, file: Path) -> Image:
         """From `docker save`, an OCI layout in a tar, or a tar of a root filesystem (each also gzipped)."""
@@ -137,7 +101,7 @@ class ImageStore:
             self._replace(name, draft)
         finally:
             remove_tree(draft)
-        return _image(manifest)
+        return self._image(name, manifest)
 
     def _replace(self, name: str, draft: Path) -> None:
         place = self._place(name)
@@ -145,7 +109,7 @@ class ImageStore:
         with contextlib.suppress(FileNotFoundError):
             self._refuse_if_used(name)
             os.rename(place, old)
-            vacant.clear(self.directory.parent, name)  # one may have been made in between
+            self._in_use(name)  # clears what was made ahead on it in between
         os.rename(draft, place)
         remove_tree(old)
 
@@ -160,10 +124,10 @@ class ImageStore:
         with self._one_at_a_time(name):
             there = self._manifest(name)
             if there is not None and only_missing:
-                return _image(there)
+                return self._image(name, there)
             found = registry.image()
             if there is not None and there.get("digest") == found.digest:
-                return _image(there)
+                return self._image(name, there)
             with self.layers.adding():
                 for blob, diff_id in zip(found.layers, found.diff_ids, strict=True):
                     if not self.layers.has(diff_id):
@@ -187,7 +151,7 @@ class ImageStore:
                 finally:
                     remove_tree(draft)
         self._clean()
-        return _image(manifest)
+        return self._image(name, manifest)
 
     @contextlib.contextmanager
     def _one_at_a_time(self, name: str) -> Iterator[None]:
@@ -215,7 +179,7 @@ class ImageStore:
             for entry in sorted(os.listdir(self.directory)):
                 manifest = self._manifest(unquote(entry))
                 if not entry.startswith(".") and manifest is not None:
-                    found.append(_image(manifest))
+                    found.append(self._image(unquote(entry), manifest))
         return found
 
     def remove(self, name: str) -> bool:
@@ -228,23 +192,13 @@ class ImageStore:
             os.rename(self._place(name), gone)
         except FileNotFoundError:
             return False
-        vacant.clear(self.directory.parent, name)  # one may have been made in between
+        self._in_use(name)  # clears what was made ahead on it in between
         remove_tree(gone)
         self._clean()
         return True
 
     def _refuse_if_used(self, name: str) -> None:
-        home = self.directory.parent
-        vacant.clear(home, name)
-        users = [
-            place.sandbox_id
-            for place in places(home / "sandboxes")
-            if (place.spec() or {}).get("foundation", {}).get("base") == name
-        ]
-        for manifest in (home / "snapshots").glob("[!.]*/manifest.json"):
-            with contextlib.suppress(OSError, ValueError):
-                if json.loads(manifest.read_bytes()).get("base") == name:
-                    users.append(manifest.parent.name)
+        users = self._in_use(name)
         if users:
             raise ValidationError(
                 f"the image {name} is in use by {', '.join(users[:5])}", argument="name", provider="local"
@@ -271,15 +225,6 @@ def _new_manifest(name: str, config: Mapping[str, Any], **more: Any) -> dict[str
         "command": config.get("Cmd"),
         **more,
     }
-
-
-def _image(manifest: Mapping[str, Any]) -> Image:
-    return Image(
-        name=manifest["name"],
-        layers=manifest["layers"],
-        size_bytes=manifest["size_bytes"],
-        created_at=manifest["created_at"],
-    )
 
 
 def _size(top: Path) -> int:

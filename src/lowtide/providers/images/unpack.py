@@ -11,6 +11,7 @@ import tarfile
 from typing import IO
 
 from lowtide.errors import ValidationError
+from lowtide.trees.remove import remove_at
 
 _OPENAT2 = 437
 _IN_ROOT, _NO_MAGICLINKS = 0x10, 0x02
@@ -46,7 +47,7 @@ def _unpack(archive: tarfile.TarFile, member: tarfile.TarInfo, root: int, owner:
         if name == ".wh..wh..opq":
             os.setxattr(folder, "user.overlay.opaque", b"y")
         elif name.startswith(".wh."):
-            _clear(folder, name[4:])
+            remove_at(folder, name[4:])
             os.mknod(name[4:], stat.S_IFCHR, 0, dir_fd=folder)
         else:
             _make(archive, member, root, folder, name, owner)
@@ -61,7 +62,7 @@ def _make(
     if member.isdir():
         _make_directory(folder, name, mode, member, owner)
         return
-    _clear(folder, name)
+    remove_at(folder, name)
     if member.isreg():
         source = archive.extractfile(member)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -105,12 +106,6 @@ def _make_directory(folder: int, name: str, mode: int, member: tarfile.TarInfo, 
         os.fchmod(fd, mode if owner is not None else mode | 0o700)
     finally:
         os.close(fd)
-
-
-def _clear(folder: int, name: str) -> None:
-    from lowtide.providers.local.destroy import remove_at
-
-    remove_at(folder, name)
 
 
 def _own(fd: int, member: tarfile.TarInfo, owner: int | None) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import IO, cast
 
 from lowtide.errors import ValidationError
-from lowtide.providers.local.destroy import remove_tree
-from lowtide.providers.local.unpack import unpack_layer
+from lowtide.providers.images.unpack import unpack_layer
+from lowtide.trees.remove import remove_tree
 
 
 class LayerStore:

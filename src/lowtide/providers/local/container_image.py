@@ -1,0 +1,87 @@
+"""What a `container_image` stands for on this machine, and which sandboxes stand on one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import warnings
+from pathlib import Path
+
+from lowtide.errors import (
+    AuthenticationError,
+    LowtideError,
+    MissingDependencyError,
+    SandboxUnavailableError,
+    ValidationError,
+)
+from lowtide.providers.images.store import ImageStore
+from lowtide.providers.local import vacant
+from lowtide.providers.local.foundation import Foundation
+from lowtide.providers.local.place import places
+
+_PYTHON = re.compile(r"(?:(?:docker\.io/)?library/|docker\.io/)?python:(\d+\.\d+)(?:[.-][\w.-]*)?$")
+_warned: set[str] = set()
+
+
+def foundation(store: ImageStore, image: str) -> Foundation | None:
+    """What a sandbox on this image stands on; None: this machine's own Python stands in."""
+    if image.startswith("/"):
+        return _directory(image)
+    found = store.image(image)
+    missing: LowtideError | None = None
+    if found is None:
+        try:
+            found = store.pull(image, only_missing=True)
+        except (SandboxUnavailableError, MissingDependencyError, AuthenticationError) as error:
+            missing = error
+    if found is not None:
+        return Foundation(
+            root=found.layers,
+            environment=found.environment,
+            working_dir=found.working_dir,
+            record={"base": image},
+        )
+    match = _PYTHON.match(image)
+    if match and match[1] == f"{sys.version_info.major}.{sys.version_info.minor}":
+        if image not in _warned:
+            _warned.add(image)
+            warnings.warn(
+                f"the image {image} is not in the local store ({missing}): this machine's own Python {match[1]} "
+                f"stands in. `lowtide image pull {image}` or `lowtide image import {image} FILE.tar` puts the "
+                "real one there",
+                stacklevel=2,
+            )
+        return None
+    raise ValidationError(
+        f"the image {image} is not in the local store ({missing}). Run `lowtide image import {image} FILE.tar` "
+        f"with a file from `docker save`, or `lowtide image pull {image}`; a root filesystem directory works too",
+        argument="container_image",
+        provider="local",
+    ) from missing
+
+
+def _directory(path: str) -> Foundation:
+    real = os.path.realpath(path)
+    if not os.path.isdir(real) or real == "/":
+        raise ValidationError(
+            f"{path} is not a root filesystem directory", argument="container_image", provider="local"
+        )
+    return Foundation(root=(real,), foreign=(real,), working_dir="/", record={"base": path})
+
+
+def in_use(home: Path, image: str) -> list[str]:
+    """The sandboxes and snapshots that stand on it. Rooms on it are cleared away: nobody lives there yet."""
+    vacant.clear(home, image)
+    users = [
+        place.sandbox_id
+        for place in places(home / "sandboxes")
+        if (place.spec() or {}).get("foundation", {}).get("base") == image
+    ]
+    for manifest in (home / "snapshots").glob("[!.]*/manifest.json"):
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads(manifest.read_bytes()).get("base") == image:
+                users.append(manifest.parent.name)
+    return users

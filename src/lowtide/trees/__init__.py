@@ -1,0 +1,1 @@
+"""Directory trees that hostile code may have written: no link in them is ever followed."""
