@@ -1,7 +1,7 @@
 """A process that makes sandboxes and is about to die. Run in a fresh interpreter: actor.py PROVIDER SCENARIO COUNT.
 
 Prints ``MADE id`` for each sandbox it holds, ``READY`` when the tests may strike, and goes on until it
-is struck. Scenarios are functions of this module.
+is struck. Scenarios are functions of this module, or files with a program in its words.
 """
 
 from __future__ import annotations
@@ -380,4 +380,8 @@ def attached() -> None:
 
 
 if __name__ == "__main__":
-    globals()[SCENARIO]()
+    if SCENARIO.endswith(".py"):
+        with open(SCENARIO) as program:
+            exec(compile(program.read(), SCENARIO, "exec"))
+    else:
+        globals()[SCENARIO]()

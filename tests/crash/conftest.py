@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.crash.environments import Clock, Disk, small_disk
 from tests.crash.world import World
 
 EMULATED = ("e2b", "daytona")
@@ -80,13 +81,33 @@ def world(
         (
             "crash",
             {
-                "group": request.node.path.stem.removeprefix("test_"),
+                "group": _group(request.node.path),
                 "provider": request.param,
                 "slowest": world.slowest,
                 "cases": world.cases,
             },
         )
     )
+
+
+def _group(path: Path) -> str:
+    """A file's name in the table."""
+    return path.stem.removeprefix("test_").replace("_", " ")
+
+
+@pytest.fixture
+def disk(world: World) -> Iterator[Disk]:
+    """The world's home on a disk of its own, from before the first process to after the last."""
+    with small_disk(world.home) as disk:
+        yield disk
+        disk.free()
+        world.close()
+
+
+@pytest.fixture
+def clock(tmp_path: Path) -> Clock:
+    """A wall clock that can be stepped, for what is started with its `environ`."""
+    return Clock(tmp_path)
 
 
 @pytest.fixture
@@ -111,7 +132,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.failed:
         text = str(report.longrepr)
         kind = next((kind for kind, mark in _KINDS.items() if mark in text), "other")
-        _failures.append((Path(report.nodeid.split("::")[0]).stem.removeprefix("test_"), kind))
+        _failures.append((_group(Path(report.nodeid.split("::")[0])), kind))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

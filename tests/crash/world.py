@@ -10,6 +10,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from lowtide.lifecycle.lease import LeaseState
 from lowtide.providers import registry
 from lowtide.providers.base import LABEL_PREFIX, Provider
 from lowtide.testing.faulty import FaultyService
+from tests.crash.environments import Place
 
 ACTOR = Path(__file__).with_name("actor.py")
 BOUND_SECONDS = 20.0
@@ -29,10 +31,11 @@ BOUND_SECONDS = 20.0
 
 @dataclass(slots=True)
 class Actor:
-    """A process of ours, by its own Popen."""
+    """A process of ours, by its own Popen; in a place of its own it is a descendant of that."""
 
     process: subprocess.Popen[bytes]
     errors: Path
+    placed: bool = False
     lines: list[str] = field(default_factory=list)
     _rest: bytes = b""
 
@@ -56,7 +59,7 @@ class Actor:
 
     def stacks(self) -> str:
         """Where its threads are, for somebody who waits in vain."""
-        if self.process.poll() is None:
+        if self.process.poll() is None and not self.placed:
             self.process.send_signal(signal.SIGUSR1)
             time.sleep(1.0)
         return self.errors.read_text(errors="replace")[-6000:]
@@ -64,7 +67,32 @@ class Actor:
     def made(self) -> set[str]:
         return {line.split()[1] for line in self.lines if line.startswith("MADE ")}
 
+    def pid(self) -> int:
+        """The program's own, as seen from here, once it runs."""
+        if not self.placed:
+            return self.process.pid
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            pid = self.process.pid
+            while pid:
+                if str(ACTOR).encode() in _arguments(pid)[1:2]:
+                    return pid
+                pid = _only_child(pid)
+            time.sleep(0.01)
+        raise AssertionError(f"the program did not start; {self.stacks()}")
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid(), number)
+
     def kill(self) -> None:
+        if self.placed and self.process.poll() is None:
+            self.signal(signal.SIGKILL)
+        else:
+            self.process.kill()
+        self.process.wait()
+
+    def end_place(self) -> None:
+        """Kill whatever the program was started through: with a pid namespace all that is in it."""
         self.process.kill()
         self.process.wait()
 
@@ -77,6 +105,21 @@ class Actor:
         if stdout is not None and not stdout.closed:
             self.lines += (self._rest + stdout.read()).decode().splitlines()
             stdout.close()
+
+
+def _arguments(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def _only_child(pid: int) -> int:
+    """The first process this one has started, or 0: what a place is made of starts one thing each."""
+    try:
+        return int((Path(f"/proc/{pid}/task/{pid}/children").read_text().split() or ["0"])[0])
+    except OSError:
+        return 0
 
 
 class World:
@@ -102,19 +145,26 @@ class World:
         self.slowest = 0.0
         self.cases = 1
 
-    def start(self, scenario: str, count: int = 2, **environ: str) -> Actor:
+    def start(self, scenario: str, count: int = 2, *, within: Place = (), **environ: str) -> Actor:
+        """A scenario of `actor.py`, or the path of a program in its words; in a place of `environments.py`."""
         errors = self.home.parent / f"actor-{len(self.actors)}.err"
         with open(errors, "wb") as file:
             process = subprocess.Popen(
-                [sys.executable, str(ACTOR), self.provider_name, scenario, str(count)],
+                [*within, sys.executable, str(ACTOR), self.provider_name, scenario, str(count)],
                 env={**self.environ, **environ},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
             )
-        actor = Actor(process, errors)
+        actor = Actor(process, errors, placed=bool(within))
         self.actors.append(actor)
         return actor
+
+    def start_program(self, text: str, count: int = 2, *, within: Place = (), **environ: str) -> Actor:
+        """A program of the case's own, in the words of `actor.py`."""
+        path = self.home.parent / f"program-{len(self.actors)}.py"
+        path.write_text(textwrap.dedent(text))
+        return self.start(str(path), count, within=within, **environ)
 
     def start_peer(self) -> Actor:
         actor = self.start("peer", 2)
