@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import hashlib
 import os
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -32,13 +36,34 @@ def home(environ: Mapping[str, str] | None = None) -> Path:
 
 @cache
 def this_host() -> str:
-    """The machine's own id beside its name, so that two machines named alike are two."""
-    try:
-        with open("/etc/machine-id") as file:
-            machine = file.read().strip()[:12]
-    except OSError:
-        machine = ""
-    return f"{socket.gethostname()}.{machine}" if machine else socket.gethostname()
+    """The machine's name, for people. What tells machines apart is `machine_id`."""
+    return socket.gethostname()
+
+
+@cache
+def machine_id() -> str:
+    """The same for as long as this installation of a system lives, whatever it is called.
+
+    A hash: the number itself is not to be shown around (machine-id(5)).
+    """
+    number = machine_number()
+    if not number:
+        return f"name {socket.gethostname()}"
+    return hashlib.sha256(f"lowtide {number}".encode()).hexdigest()[:16]
+
+
+@cache
+def machine_number() -> str:
+    """The number systemd and D-Bus gave this installation, or nothing."""
+    for path in ("/etc/machine-id", "/var/lib/dbus/machine-id"):
+        with contextlib.suppress(OSError), open(path) as file:
+            written = file.read().strip()
+            if len(written) == 32:  # else it is empty, or not set up yet
+                return written
+    return ""
+
+
+UNKNOWN_BOOT = "unknown"
 
 
 @cache
@@ -47,14 +72,72 @@ def boot_id() -> str:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
     except OSError:
-        return "unknown"
+        return UNKNOWN_BOOT
 
 
-def process_start_time(pid: int) -> int | None:
-    """Start time in clock ticks, or None when the process is gone or only its exit status is left."""
+def namespace() -> str:
+    """Where process numbers and start times mean what they mean here: the pid and the time namespace."""
+    names = []
+    for kind in ("pid", "time"):
+        try:
+            names.append(str(os.stat(f"/proc/self/ns/{kind}").st_ino))
+        except OSError:
+            names.append("?")
+    return "/".join(names)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningProcess:
+    """What of a process is the same for as long as it runs the same program."""
+
+    start_time: int
+    image: str
+    """Where the kernel put the program: another place after every exec. Empty where it is not shown."""
+
+
+def running_process(pid: int) -> RunningProcess | None:
+    """The process of that number in this pid namespace; None when there surely is none that runs.
+
+    Raises OSError where that cannot be told: descriptors are short, /proc hides it or is another namespace's.
+    """
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
+        os.kill(pid, 0)
+    except ProcessLookupError:
         return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    except PermissionError:
+        pass  # it is there, and another user's
+    if not _proc_is_ours():
+        raise OSError(errno.ENOENT, "/proc shows another pid namespace")
+    try:
+        return _read_stat(f"/proc/{pid}/stat")
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+    try:  # it has ended between both looks, or /proc does not show the processes of other users
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    raise OSError(errno.EACCES, "/proc does not show it")
+
+
+def this_process() -> RunningProcess:
+    try:
+        return _read_stat("/proc/self/stat") or RunningProcess(0, "")
+    except OSError:
+        return RunningProcess(0, "")
+
+
+def _proc_is_ours() -> bool:
+    return os.readlink("/proc/self") == str(os.getpid())
+
+
+def _read_stat(path: str) -> RunningProcess | None:
+    with open(path, "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    # A first thread that has ended while others run looks like a process that has.
+    if fields[0] in (b"Z", b"X") and int(fields[17]) <= 1:
+        return None
+    image = ""
+    if len(fields) > 44 and fields[25] != b"0":  # hidden where we may not look into it
+        placed = b" ".join((fields[23], fields[25], fields[44]))  # start of code, stack and heap
+        image = hashlib.sha256(placed).hexdigest()[:12]
+    return RunningProcess(int(fields[19]), image)

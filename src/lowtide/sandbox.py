@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Unpack
 
-    from lowtide.lifecycle.lease import EndReport, Lease, Owner
+    from lowtide.lifecycle.lease import EndReport, Lease
+    from lowtide.lifecycle.owner import Owner
     from lowtide.process import Process, TerminalSession
     from lowtide.providers.base import (
         Capability,

@@ -18,8 +18,9 @@ from lowtide.errors import (
     SandboxUnavailableError,
     ValidationError,
 )
-from lowtide.lifecycle.lease import Keep, Lease, LeaseState, Outcome, Owner
+from lowtide.lifecycle.lease import Keep, Lease, LeaseState, Outcome
 from lowtide.lifecycle.ledger import SqliteLedger
+from lowtide.lifecycle.owner import Owner
 from lowtide.lifecycle.protocol import Lifecycle
 from lowtide.lifecycle.sweep import Action, sweep
 from lowtide.providers.base import Labels, SandboxSpec
@@ -427,7 +428,7 @@ async def test_sweep_leaves_the_sandboxes_of_another_machine(
     life: Lifecycle, provider: FaultyProvider, service: FaultyService
 ) -> None:
     lease = await orphan(life, provider)
-    await life.ledger.note(lease.lease_id, "", owner=replace(lease.owner, host="another.machine"))
+    await life.ledger.note(lease.lease_id, "", owner=replace(lease.owner, machine_id="another"))
     (finding,) = await sweep(life.ledger, {"faulty": provider})
     assert finding.action is Action.LEFT
     assert service.sandboxes() == [lease.lease_id]

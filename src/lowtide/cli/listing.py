@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from lowtide.cli.text import timestamp
 from lowtide.errors import LedgerError
-from lowtide.lifecycle.lease import Lease, LeaseState, Owner
+from lowtide.lifecycle.lease import Lease, LeaseState
 from lowtide.lifecycle.ledger import SqliteLedger
-from lowtide.machine import home, this_host
+from lowtide.lifecycle.owner import Owner
+from lowtide.machine import home, machine_id
 
 if TYPE_CHECKING:
     from lowtide.providers.base import Provider, SandboxInfo
@@ -65,7 +66,7 @@ class Row:
         if self.kept_until is not None:
             return "-"
         alive = {True: "", False: " (dead)", None: " (?)"}[self.owner.alive()]
-        place = "" if self.owner.host == this_host() else f"@{self.owner.host.partition('.')[0]}"
+        place = "" if self.owner.machine_id == machine_id() else f"@{self.owner.host.partition('.')[0]}"
         return f"{self.owner.pid}{place}{alive}"
 
 

@@ -17,8 +17,9 @@ from typing import TypeVar
 from lowtide.errors import LowtideError, RateLimitError, SandboxGone, SandboxNotFoundError
 from lowtide.lifecycle import keep
 from lowtide.lifecycle.keep import Decision, Fate
-from lowtide.lifecycle.lease import EndReport, Lease, LeaseState, Outcome, Owner
+from lowtide.lifecycle.lease import EndReport, Lease, LeaseState, Outcome
 from lowtide.lifecycle.ledger import OPEN_STATES, Ledger
+from lowtide.lifecycle.owner import Owner
 from lowtide.lifecycle.points import point
 from lowtide.providers.base import Provider, Recovery, Renews, SandboxSpec, Snapshots, Stops
 

@@ -27,19 +27,20 @@ from lowtide.lifecycle import keep
 from lowtide.lifecycle.ending import end_lease, extend
 from lowtide.lifecycle.guardian_link import SOCKET, DirectoryAddress
 from lowtide.lifecycle.keep import Decision, Fate
-from lowtide.lifecycle.lease import Lease, LeaseState, Outcome, Owner, renewal_seconds
+from lowtide.lifecycle.lease import Lease, LeaseState, Outcome, renewal_seconds
 from lowtide.lifecycle.ledger import SqliteLedger
+from lowtide.lifecycle.owner import Owner, Standing
 from lowtide.lifecycle.points import point
 from lowtide.lifecycle.workers import Credentials, Workers
-from lowtide.machine import process_start_time, this_host
+from lowtide.machine import machine_id
 
 log = logging.getLogger("lowtide.guardian")
 
 IDLE_SECONDS = 1.5
 LOOK_SECONDS = 5.0
 """How often the ledger is read for what no message told: owners without a link, expiries, renewals."""
-EXEC_SECONDS = 3.0
-"""How long after a link closed a living owner may come back before it counts as replaced by exec."""
+EXEC_SECONDS = (0.0, 0.1, 0.4, 1.5)
+"""When to look at an owner whose link closed: in the middle of an exec there is nothing to see yet."""
 STAY_SECONDS = 600.0
 """For a kept sandbox that is due within this the guardian stays, even if its provider ends it as well."""
 AT_ONCE = 64
@@ -97,9 +98,8 @@ class Guardian:
             log.info("the ledger was removed")
             return False
         try:
-            owners = await self.ledger.owners(this_host())
-            for owner in owners:
-                if owner not in self.watched and owner not in self.dead:
+            for owner in await self.ledger.owners():
+                if owner not in self.dead:
                     await self._watch(owner)
             await self._keep_up()
         except LowtideError as error:
@@ -120,42 +120,48 @@ class Guardian:
         return [
             lease
             for lease in await self.ledger.leases()
-            if lease.owner.host == this_host() and not _ends_by_itself(lease)
+            if lease.owner.machine_id == machine_id() and not _ends_by_itself(lease)
         ]
 
     # Owners.
 
     async def _watch(self, owner: Owner) -> None:
         """Watch a living owner; end what a dead one left."""
-        if owner.alive() is False:
-            await self._owner_died(owner)
+        verdict = owner.verdict()
+        if verdict.standing in (Standing.DEAD, Standing.RESTARTED):
+            self._unwatch(owner)
+            await self._owner_died(owner, verdict.why)
+            return
+        if owner in self.watched or verdict.standing is Standing.UNKNOWN:
             return
         try:
             fd = os.pidfd_open(owner.pid)
-        except OSError:
-            await self._owner_died(owner)
+        except OSError:  # looked at again with every look at the ledger
             return
-        if process_start_time(owner.pid) != owner.start_time:  # the pid was reused in between
+        if owner.verdict().standing is not Standing.ALIVE:  # the pid was reused in between
             os.close(fd)
-            await self._owner_died(owner)
             return
         self.watched[owner] = fd
         asyncio.get_running_loop().add_reader(fd, self._on_pidfd, owner)
 
     def _on_pidfd(self, owner: Owner) -> None:
-        fd = self.watched.pop(owner)
-        asyncio.get_running_loop().remove_reader(fd)
-        os.close(fd)
-        _keep_alive(asyncio.ensure_future(self._owner_died(owner)))
+        self._unwatch(owner)
+        _keep_alive(asyncio.ensure_future(self._owner_died(owner, "it ended")))
 
-    async def _owner_died(self, owner: Owner) -> None:
+    def _unwatch(self, owner: Owner) -> None:
+        fd = self.watched.pop(owner, None)
+        if fd is not None:
+            asyncio.get_running_loop().remove_reader(fd)
+            os.close(fd)
+
+    async def _owner_died(self, owner: Owner, why: str) -> None:
         point("guardian:owner-died")
         self.dead.add(owner)
         leases = [
             lease for lease in await self.ledger.leases(owner=owner) if lease.state is not LeaseState.KEPT
         ]
         if leases:
-            log.info("owner %d died and left %d leases", owner.pid, len(leases))
+            log.info("owner %d left %d leases: %s", owner.pid, len(leases), why)
         for lease in leases:
             # Ended by the owner itself already, only not confirmed: then it did not crash with it in use.
             failed = lease.state is not LeaseState.ENDING
@@ -202,13 +208,13 @@ class Guardian:
         """Everything that is due: expired keeps, ends that failed before, lifetimes, renewals."""
         now = time.time()
         for lease in await self.ledger.leases():
-            if lease.owner.host != this_host():
+            if lease.owner.machine_id != machine_id():
                 continue
             alive = lease.owner in self.watched
             if lease.state is LeaseState.KEPT:
                 if lease.kept_until is not None and lease.kept_until < now:
                     self._end(lease, Decision(Fate.DESTROY, "kept until now"), None)
-            elif not alive and lease.owner.alive() is False:
+            elif lease.owner in self.dead or (not alive and lease.owner.alive() is False):
                 failed = lease.state is not LeaseState.ENDING
                 self._end(lease, keep.decide(lease, failed=failed, environ={}), lease.owner)
             elif lease.state is LeaseState.ENDING and lease.attempts:
@@ -250,8 +256,7 @@ class Guardian:
                 owner = self.linked[writer] = Owner(**message["owner"])
                 for known in message["providers"]:
                     self.workers.learn(Credentials(**known))
-                if owner not in self.watched:
-                    await self._watch(owner)
+                await self._watch(owner)
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("a link broke: %s", error)
         finally:
@@ -262,12 +267,13 @@ class Guardian:
             await self._link_closed(owner)
 
     async def _link_closed(self, owner: Owner) -> None:
-        """A living owner keeps its link as long as it runs lowtide: a closed one means it was replaced by exec."""
-        await asyncio.sleep(EXEC_SECONDS)
-        if owner in self.watched and owner not in self.linked.values():
-            log.info("owner %d closed its link and lives on: it was replaced by exec", owner.pid)
-            await self._owner_died(owner)
-            self.dead.discard(owner)  # the same process may own again, after an exec of itself
+        """The first sign of an exec, and no more than that: what replaced the owner proves it, not the link."""
+        for pause in EXEC_SECONDS:
+            await asyncio.sleep(pause)
+            if owner in self.dead or owner in self.linked.values():
+                return
+            if owner in await self.ledger.owners():
+                await self._watch(owner)
 
     def _status(self) -> dict[str, Any]:
         return {

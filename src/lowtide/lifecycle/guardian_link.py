@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lowtide.lifecycle.lease import Owner
+from lowtide.lifecycle.owner import Owner
 from lowtide.providers.base import Provider
 
 log = logging.getLogger("lowtide.guardian")
@@ -92,12 +92,7 @@ class GuardianLink:
     def _send(self) -> None:
         owner = Owner.current()
         message: dict[str, Any] = {
-            "owner": {
-                "host": owner.host,
-                "boot_id": owner.boot_id,
-                "pid": owner.pid,
-                "start_time": owner.start_time,
-            },
+            "owner": owner.as_dict(),
             "providers": [
                 {"name": name, "account": account, "environ": environ}
                 for (name, account), environ in self._providers.items()

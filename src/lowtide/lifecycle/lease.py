@@ -1,18 +1,15 @@
-"""Leases: the right of a sandbox to exist, and who owns it. Plain data, no I/O but /proc."""
+"""Leases: the right of a sandbox to exist. Plain data, no I/O."""
 
 from __future__ import annotations
 
 import enum
-import hashlib
-import os
 import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from lowtide.machine import boot_id, process_start_time, this_host
+from lowtide.lifecycle.owner import Owner
 
 if TYPE_CHECKING:
     from lowtide.providers.base import Labels
@@ -47,47 +44,6 @@ class Keep(enum.StrEnum):
     NEVER = "never"
     ON_FAILURE = "on-failure"
     ALWAYS = "always"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Owner:
-    """One process on one machine since one boot: never confused with a reused pid."""
-
-    host: str
-    boot_id: str
-    pid: int
-    start_time: int  # clock ticks since boot, field 22 of /proc/PID/stat
-
-    @classmethod
-    def current(cls) -> Owner:
-        return _owner_of(os.getpid())
-
-    @property
-    def label(self) -> str:
-        """A short form for provider-side labels."""
-        text = f"{self.host}|{self.boot_id}|{self.pid}|{self.start_time}"
-        return hashlib.sha256(text.encode()).hexdigest()[:20]
-
-    @property
-    def here(self) -> bool:
-        """On this machine, in this boot: then `alive` is a fact."""
-        return self.host == this_host() and self.boot_id == boot_id()
-
-    def alive(self) -> bool | None:
-        """True or False where it can be known, None for an owner on another machine.
-
-        An owner on this machine from an earlier boot is dead.
-        """
-        if self.host != this_host():
-            return None
-        if self.boot_id != boot_id():
-            return False
-        return process_start_time(self.pid) == self.start_time
-
-
-@cache
-def _owner_of(pid: int) -> Owner:
-    return Owner(host=this_host(), boot_id=boot_id(), pid=pid, start_time=process_start_time(pid) or 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

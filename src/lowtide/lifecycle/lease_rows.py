@@ -7,7 +7,9 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from lowtide.lifecycle.lease import Keep, Lease, LeaseState, Owner
+from lowtide import machine
+from lowtide.lifecycle.lease import Keep, Lease, LeaseState
+from lowtide.lifecycle.owner import Owner
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -16,7 +18,9 @@ CREATE TABLE IF NOT EXISTS lease (
   sandbox_id TEXT, host TEXT NOT NULL, boot_id TEXT NOT NULL, pid INTEGER NOT NULL, start_time INTEGER NOT NULL,
   tags TEXT NOT NULL, session TEXT, keep TEXT NOT NULL, keep_for_seconds REAL NOT NULL, created_at REAL NOT NULL,
   expires_at REAL, max_lifetime_at REAL, lifetime_seconds REAL, kept_until REAL, attempts INTEGER NOT NULL,
-  reason TEXT, recovery TEXT NOT NULL, changed_at REAL NOT NULL
+  reason TEXT, recovery TEXT NOT NULL, changed_at REAL NOT NULL,
+  machine_id TEXT NOT NULL DEFAULT '', namespace TEXT NOT NULL DEFAULT '', image TEXT NOT NULL DEFAULT '',
+  life TEXT NOT NULL DEFAULT ''
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS lease_open ON lease (state) WHERE state NOT IN ('gone', 'handed-over');
 CREATE INDEX IF NOT EXISTS lease_sandbox ON lease (sandbox_id, provider);
@@ -48,17 +52,32 @@ _COLUMNS = [
     "reason",
     "recovery",
     "changed_at",
+    "machine_id",
+    "namespace",
+    "image",
+    "life",
 ]
-_OWNER = ("host", "boot_id", "pid", "start_time")
+_OWNER = ("host", "boot_id", "pid", "start_time", "machine_id", "namespace", "image", "life")
+OWNER_COLUMNS = ", ".join(_OWNER)
 INSERT = f"INSERT INTO lease ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
 SELECT = f"SELECT {', '.join(_COLUMNS)} FROM lease"
-VERSION = "1"
+VERSION = "2"
+
+UPGRADES = {
+    "1": (
+        "ALTER TABLE lease ADD COLUMN machine_id TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE lease ADD COLUMN namespace TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE lease ADD COLUMN image TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE lease ADD COLUMN life TEXT NOT NULL DEFAULT ''",
+    )
+}
+"""From each earlier version to this one: the statements that bring the tables along."""
 
 
 def written(name: str, value: Any) -> Iterable[tuple[str, Any]]:
     """A field of a lease as columns and what stands in them."""
     if name == "owner":
-        return zip(_OWNER, (value.host, value.boot_id, value.pid, value.start_time), strict=True)
+        return [(column, getattr(value, column)) for column in _OWNER]
     if name in ("tags", "recovery"):
         return ((name, json.dumps(value)),)
     return ((name, str(value) if name in ("state", "keep") else value),)
@@ -89,13 +108,29 @@ def to_row(lease: Lease) -> tuple[Any, ...]:
         lease.reason,
         json.dumps(dict(lease.recovery)),
         time.time(),
+        owner.machine_id,
+        owner.namespace,
+        owner.image,
+        owner.life,
     )
 
 
 def from_row(row: tuple[Any, ...], ledger_id: str) -> Lease:
     r = dict(zip(_COLUMNS, row, strict=True))
     del r["changed_at"]
-    owner = Owner(**{column: r.pop(column) for column in _OWNER})
+    owner = to_owner([r.pop(column) for column in _OWNER])
     r["state"], r["keep"] = LeaseState(r["state"]), Keep(r["keep"])
     r["tags"], r["recovery"] = tuple(json.loads(r["tags"])), json.loads(r["recovery"])
     return Lease(owner=owner, ledger_id=ledger_id, **r)
+
+
+def to_owner(values: Iterable[Any]) -> Owner:
+    """An owner from the columns of `OWNER_COLUMNS`."""
+    r = dict(zip(_OWNER, values, strict=True))
+    if not r["machine_id"]:
+        # Written before the machine had a column of its own: its number stands behind its name.
+        name, _, number = r["host"].rpartition(".")
+        mine = number and number == machine.machine_number()[:12]
+        r["machine_id"] = machine.machine_id() if mine else f"earlier {r['host']}"
+        r["host"] = name or r["host"]
+    return Owner(**r)

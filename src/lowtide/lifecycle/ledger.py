@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from lowtide.errors import LedgerError
 from lowtide.lifecycle import lease_rows
-from lowtide.lifecycle.lease import Lease, LeaseState, Owner
+from lowtide.lifecycle.lease import Lease, LeaseState
+from lowtide.lifecycle.owner import Owner
 
 if TYPE_CHECKING:
     import asyncio
@@ -84,8 +85,8 @@ class Ledger(Protocol):
         tags: Collection[str] = (),
     ) -> list[Lease]: ...
 
-    async def owners(self, host: str) -> list[Owner]:
-        """Who on `host` still owns something that has to be ended."""
+    async def owners(self) -> list[Owner]:
+        """Who still owns something that has to be ended, on whichever machine."""
         ...
 
     async def history(self, lease_id: str) -> list[HistoryLine]: ...
@@ -138,6 +139,9 @@ class SqliteLedger:
                     )
                     self._db.execute("COMMIT")
                 meta = dict(self._db.execute("SELECT key, value FROM meta").fetchall())
+                if meta.get("version") in lease_rows.UPGRADES:
+                    self._upgrade()
+                    continue
                 if "ledger_id" in meta:
                     break
             except sqlite3.OperationalError as error:
@@ -151,6 +155,15 @@ class SqliteLedger:
                 f"this one reads {lease_rows.VERSION}); use that version, or another LOWTIDE_HOME"
             )
         return str(meta["ledger_id"])
+
+    def _upgrade(self) -> None:
+        """From an earlier version's tables. Rows and ids stay; processes of that version go on using it."""
+        self._db.execute("BEGIN IMMEDIATE")
+        (version,) = self._db.execute("SELECT value FROM meta WHERE key='version'").fetchone()
+        for statement in lease_rows.UPGRADES.get(version, ()):  # none: another process was first
+            self._db.execute(statement)
+        self._db.execute("UPDATE meta SET value=? WHERE key='version'", (lease_rows.VERSION,))
+        self._db.execute("COMMIT")
 
     async def intend(self, lease: Lease, *, durable: bool = True) -> None:
         if not durable:
@@ -256,23 +269,26 @@ class SqliteLedger:
         if states is None or frozenset(states) <= OPEN_STATES:
             where += " AND state NOT IN ('gone', 'handed-over')"  # so that the partial index is used
         if owner is not None:
-            where += " AND host=? AND boot_id=? AND pid=? AND start_time=?"
-            values += [owner.host, owner.boot_id, owner.pid, owner.start_time]
+            where, values = where + " AND pid=? AND start_time=?", [*values, owner.pid, owner.start_time]
         if provider is not None:
             where, values = where + " AND provider=?", [*values, provider]
         query = f"{lease_rows.SELECT} WHERE {where} ORDER BY lease_id"
         rows = await self._retry("read", lambda: self._db.execute(query, values).fetchall())
         leases = [lease_rows.from_row(row, self.ledger_id) for row in rows]
-        return [lease for lease in leases if set(tags) <= set(lease.tags)]
+        return [
+            lease
+            for lease in leases
+            if set(tags) <= set(lease.tags) and (owner is None or lease.owner == owner)
+        ]
 
-    async def owners(self, host: str) -> list[Owner]:
+    async def owners(self) -> list[Owner]:
         where, values = _in("state", OPEN_STATES)
         query = (
-            "SELECT DISTINCT host, boot_id, pid, start_time FROM lease "
-            f"WHERE {where} AND state NOT IN ('gone', 'handed-over') AND host=?"
+            f"SELECT DISTINCT {lease_rows.OWNER_COLUMNS} FROM lease "
+            f"WHERE {where} AND state NOT IN ('gone', 'handed-over')"
         )
-        rows = await self._retry("read", lambda: self._db.execute(query, [*values, host]).fetchall())
-        return [Owner(host=h, boot_id=b, pid=p, start_time=s) for h, b, p, s in rows]
+        rows = await self._retry("read", lambda: self._db.execute(query, values).fetchall())
+        return [lease_rows.to_owner(row) for row in rows]
 
     async def history(self, lease_id: str) -> list[HistoryLine]:
         query = "SELECT at, before, after, pid, why FROM history WHERE lease_id=? ORDER BY rowid"

@@ -39,12 +39,12 @@ from lowtide.lifecycle.lease import (
     Lease,
     LeaseState,
     Outcome,
-    Owner,
     new_lease_id,
     renewal_seconds,
 )
 from lowtide.lifecycle.ledger import OPEN_STATES, Ledger, SqliteLedger
 from lowtide.lifecycle.lifetime import lease_seconds, with_lifetime
+from lowtide.lifecycle.owner import Owner
 from lowtide.lifecycle.points import point
 from lowtide.machine import home
 from lowtide.providers.base import Labels, Provider, SandboxInfo, SandboxSpec
@@ -398,9 +398,9 @@ class Lifecycle:
             self._renewing = asyncio.ensure_future(self._renew_while_holding())
 
     async def _end_what_exec_left(self) -> None:
-        """Leases with our pid and start time that we do not hold are from before an exec of this process."""
-        for lease in await self.ledger.leases(owner=self.owner):
-            if lease.lease_id in self.held or lease.state is LeaseState.KEPT:
+        """Leases of this process from before its exec. Those of a twin (a subinterpreter) are not ours to end."""
+        for lease in await self.ledger.leases():
+            if lease.state is LeaseState.KEPT or not lease.owner.replaced_by(self.owner):
                 continue
             held = next((h for h in self.held.values() if h.lease.provider == lease.provider), None)
             if held is not None:
@@ -408,7 +408,7 @@ class Lifecycle:
                     self.ledger,
                     held.provider,
                     lease,
-                    owner=self.owner,
+                    owner=lease.owner,
                     decision=keep.decide(lease, failed=True),
                 )
 

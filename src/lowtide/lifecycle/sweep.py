@@ -20,6 +20,7 @@ from lowtide.lifecycle.ending import end_lease
 from lowtide.lifecycle.keep import Decision, Fate
 from lowtide.lifecycle.lease import Lease, LeaseState, Outcome
 from lowtide.lifecycle.ledger import Ledger
+from lowtide.lifecycle.owner import Standing
 from lowtide.providers.base import LABEL_PREFIX, Labels, Provider, SandboxInfo
 
 log = logging.getLogger("lowtide.sweep")
@@ -124,15 +125,14 @@ class _Sweep:
             if lease.kept_until is not None and lease.kept_until > now:
                 return f"it is kept for another {lease.kept_until - now:.0f} s"
             return Decision(Fate.DESTROY, "the time it was kept for is over")
-        alive = lease.owner.alive()
-        if alive:
-            return f"its owner, process {lease.owner.pid}, is alive"
-        if alive is None:
-            return f"its owner is on another machine ({lease.owner.host}); sweep there, or delete it by id"
+        verdict = lease.owner.verdict()
+        if verdict.standing is Standing.UNKNOWN:
+            return f"{verdict.why}; sweep there, or delete it by id"
+        if verdict.standing is Standing.ALIVE:
+            return verdict.why
         failed = lease.state is not LeaseState.ENDING
         decision = keep.decide(lease, failed=failed, environ={})
-        why = f"its owner, process {lease.owner.pid}, is dead"
-        return Decision(decision.fate, why if decision.fate is Fate.DESTROY else decision.why)
+        return Decision(decision.fate, verdict.why if decision.fate is Fate.DESTROY else decision.why)
 
     async def _provider(self, provider: Provider, known: set[tuple[str, str | None]]) -> list[Finding]:
         """What the provider shows with our mark that no open row explains."""

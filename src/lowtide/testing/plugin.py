@@ -140,7 +140,8 @@ def _left_by_this_process(starts: list[tuple[float, str]]) -> list[str]:
     if "lowtide.lifecycle.protocol" not in sys.modules:
         return []
     from lowtide.engine import engine, started
-    from lowtide.lifecycle.lease import LeaseState, Owner
+    from lowtide.lifecycle.lease import LeaseState
+    from lowtide.lifecycle.owner import Owner
     from lowtide.lifecycle.protocol import lifecycle
 
     if not started():

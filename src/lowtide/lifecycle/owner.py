@@ -1,0 +1,151 @@
+"""Owners: which process, of which machine, boot and namespace, a lease belongs to, and whether it still lives.
+
+Death is proven, never assumed. Only "no such process" (or another process under its number, or another
+program in its place) seen in the same pid namespace, boot and machine is death; every other failure to
+look is "not known" and changes nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import os
+import secrets
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from typing import Any
+
+from lowtide import machine
+
+_LIFE = secrets.token_hex(6)
+"""Of this import of lowtide: a subinterpreter, or a second import, is another owner in the same process."""
+
+
+class Standing(enum.StrEnum):
+    """What can be told about an owner from here."""
+
+    ALIVE = "alive"
+    DEAD = "dead"
+    RESTARTED = "restarted"  # its machine has another boot now: a restart, or this is a clone of it
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer to "does it live?", with the reason, for people."""
+
+    standing: Standing
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """One life of one process of one machine since one boot: never confused with a reused pid."""
+
+    host: str = field(compare=False)
+    """The machine's name when the row was written, for people. A renamed machine is the same machine."""
+    machine_id: str
+    boot_id: str
+    namespace: str
+    """The pid (and time) namespace that `pid` and `start_time` count in; empty where it was not recorded."""
+    pid: int
+    start_time: int  # clock ticks since boot, field 22 of /proc/PID/stat
+    image: str = field(compare=False)
+    """Another one after every exec; empty where the kernel does not show it."""
+    life: str
+    """Which import of lowtide in that process. Chosen at random, so it is another one after an exec too."""
+
+    @classmethod
+    def current(cls) -> Owner:
+        return _owner_of(os.getpid())
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def label(self) -> str:
+        """A short form for provider-side labels."""
+        text = "|".join(
+            (self.machine_id, self.boot_id, self.namespace, str(self.pid), str(self.start_time), self.life)
+        )
+        return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+    @property
+    def here(self) -> bool:
+        """On this machine, in this boot and pid namespace: then its death can be seen."""
+        return (
+            self.machine_id == machine.machine_id()
+            and self.boot_id == machine.boot_id()
+            and self.namespace == machine.namespace()
+        )
+
+    def replaced_by(self, other: Owner) -> bool:
+        """Whether this one has made way for `other` by an exec: the same process, another program in it."""
+        return (
+            self.here
+            and other.here
+            and (self.pid, self.start_time) == (other.pid, other.start_time)
+            and bool(self.image and other.image)
+            and self.image != other.image
+        )
+
+    def alive(self) -> bool | None:
+        """True or False where it can be known from here, None where not (another machine, another container).
+
+        An owner on this machine from an earlier boot is dead.
+        """
+        return {Standing.ALIVE: True, Standing.UNKNOWN: None}.get(self.verdict().standing, False)
+
+    def verdict(self) -> Verdict:
+        """Whether it lives, as far as that can be told from here, and how that is known."""
+        process = f"process {self.pid}"
+        if self.machine_id != machine.machine_id():
+            return Verdict(Standing.UNKNOWN, f"its owner, {process}, is on another machine ({self.host})")
+        if machine.UNKNOWN_BOOT in (self.boot_id, machine.boot_id()):
+            return Verdict(
+                Standing.UNKNOWN, f"which boot its owner, {process}, belongs to cannot be read here"
+            )
+        if self.boot_id != machine.boot_id():
+            return Verdict(
+                Standing.RESTARTED, f"its owner, {process}, was running before this machine was restarted"
+            )
+        if self.namespace and self.namespace != machine.namespace():
+            return Verdict(
+                Standing.UNKNOWN,
+                f"its owner, {process}, is in another pid namespace (a container), which cannot be seen from here",
+            )
+        try:
+            found = machine.running_process(self.pid)
+        except OSError as error:
+            return Verdict(
+                Standing.UNKNOWN,
+                f"its owner, {process}, could not be looked at ({error.strerror or error})",
+            )
+        if found is not None and found.start_time == self.start_time:
+            if not self.image or not found.image or found.image == self.image:
+                return Verdict(Standing.ALIVE, f"its owner, {process}, is alive")
+            why = f"its owner, {process}, was replaced by exec"
+        else:
+            why = f"its owner, {process}, is dead"
+        if not self.namespace:
+            return Verdict(
+                Standing.UNKNOWN,
+                f"there is no {process} here, but an earlier version of lowtide did not write down which pid "
+                "namespace its owner was in",
+            )
+        return Verdict(Standing.DEAD, why)
+
+
+@cache
+def _owner_of(pid: int) -> Owner:
+    me = machine.this_process()
+    return Owner(
+        host=machine.this_host(),
+        machine_id=machine.machine_id(),
+        boot_id=machine.boot_id(),
+        namespace=machine.namespace(),
+        pid=pid,
+        start_time=me.start_time,
+        image=me.image,
+        life=_LIFE,
+    )

@@ -1,0 +1,251 @@
+"""Owner identity: what is proof of death, and what is only a failure to look."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lowtide import machine
+from lowtide.lifecycle.ledger import SqliteLedger
+from lowtide.lifecycle.owner import Owner, Standing
+
+SAY = "import json; from lowtide.lifecycle.owner import Owner; print(json.dumps(Owner.current().as_dict()), flush=True)"
+ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="makes namespaces as root")
+
+
+def started(*command: str) -> tuple[subprocess.Popen[str], Owner]:
+    """A process that says who it is and waits for a line."""
+    process = subprocess.Popen(
+        [*command, sys.executable, "-c", f"{SAY}; input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    return process, Owner(**json.loads(process.stdout.readline()))
+
+
+def ended(process: subprocess.Popen[str]) -> None:
+    process.communicate("\n", timeout=30)
+
+
+def seen_from(owner: Owner, *command: str) -> str:
+    """What another process says about it."""
+    program = (
+        "import json, sys; from lowtide.lifecycle.owner import Owner\n"
+        "print(Owner(**json.loads(sys.argv[1])).verdict().standing)"
+    )
+    done = subprocess.run(
+        [*command, sys.executable, "-c", program, json.dumps(owner.as_dict())],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return done.stdout.strip()
+
+
+def test_an_owner_lives_until_its_process_ends() -> None:
+    process, owner = started()
+    assert owner.verdict().standing is Standing.ALIVE
+    ended(process)
+    assert owner.verdict().standing is Standing.DEAD
+    assert owner.alive() is False
+
+
+def test_a_reused_pid_is_another_owner() -> None:
+    me = Owner.current()
+    assert replace(me, start_time=me.start_time - 1).verdict().standing is Standing.DEAD
+
+
+def test_an_exec_is_seen_without_any_link(tmp_path: Path) -> None:
+    program = f"import os, sys; {SAY}; input(); os.execv(sys.executable, [sys.executable, '-c', 'input()'])"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        owner = Owner(**json.loads(process.stdout.readline()))
+        assert owner.verdict().standing is Standing.ALIVE
+        process.stdin.write("\n")
+        process.stdin.flush()
+        until_is(owner, Standing.DEAD)
+        assert "exec" in owner.verdict().why
+        process.communicate("\n", timeout=30)
+
+
+def until_is(owner: Owner, standing: Standing) -> None:
+    deadline = time.monotonic() + 30
+    while owner.verdict().standing is not standing:
+        assert time.monotonic() < deadline, owner.verdict()
+        time.sleep(0.01)
+
+
+def test_two_imports_in_one_process_are_two_owners_that_live() -> None:
+    program = (
+        "import sys; from lowtide.lifecycle.owner import Owner; first = Owner.current()\n"
+        "for name in [n for n in sys.modules if n.startswith('lowtide')]: del sys.modules[name]\n"
+        "from lowtide.lifecycle.owner import Owner; second = Owner.current()\n"
+        "assert first.as_dict() != second.as_dict() and first != second\n"
+        "twin = Owner(**first.as_dict())\n"
+        "assert twin.verdict().standing == 'alive' and not twin.replaced_by(second)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_first_thread_that_has_ended_is_not_the_end() -> None:
+    program = (
+        f"import ctypes, sys, threading; {SAY}\n"
+        "threading.Thread(target=sys.stdin.readline).start()\n"
+        "ctypes.CDLL(None).pthread_exit(None)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        owner = Owner(**json.loads(process.stdout.readline()))
+        deadline = time.monotonic() + 30
+        while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert owner.verdict().standing is Standing.ALIVE
+        process.kill()
+
+
+def test_a_machine_without_free_descriptors_proves_nothing() -> None:
+    process, owner = started()
+    program = (
+        "import json, os, resource, sys; from lowtide.lifecycle.owner import Owner\n"
+        "owner = Owner(**json.loads(sys.argv[1])); owner.verdict()\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))\n"
+        "try:\n"
+        "    while True: os.open('/', os.O_RDONLY)\n"
+        "except OSError: pass\n"
+        "print(owner.verdict().standing)"
+    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program, json.dumps(owner.as_dict())],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.strip() == "unknown"
+    finally:
+        ended(process)
+
+
+@ROOT_ONLY
+def test_from_another_pid_namespace_nothing_can_be_told() -> None:
+    unshare = ("unshare", "--pid", "--fork", "--mount-proc")
+    inside, there = started(*unshare)
+    outside, here = started()
+    try:
+        assert there.verdict().standing is Standing.UNKNOWN
+        assert there.alive() is None
+        assert "pid namespace" in there.verdict().why
+        assert seen_from(here, *unshare) == "unknown"
+    finally:
+        ended(inside)
+        ended(outside)
+
+
+@ROOT_ONLY
+def test_a_proc_of_another_pid_namespace_proves_no_life() -> None:
+    """`unshare --pid` without a /proc of its own: the numbers there are of other processes."""
+    program = (
+        "import subprocess, sys; from dataclasses import replace\n"
+        "from lowtide.lifecycle.owner import Owner\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE)\n"
+        "owner = replace(Owner.current(), pid=child.pid)\n"
+        "print(owner.verdict().standing, end=' ')\n"
+        "child.communicate(b'\\n'); print(owner.verdict().standing)"
+    )
+    done = subprocess.run(
+        ["unshare", "--pid", "--fork", sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == ["unknown", "dead"]
+
+
+@ROOT_ONLY
+def test_a_renamed_machine_is_the_same_machine() -> None:
+    process, owner = started()
+    renamed = ("unshare", "--uts", "sh", "-c", 'hostname another-name && exec "$@"', "sh")
+    try:
+        assert seen_from(owner, *renamed) == "alive"
+    finally:
+        ended(process)
+    assert seen_from(owner, *renamed) == "dead"
+
+
+@pytest.mark.skipif(not machine.machine_number(), reason="this machine has no number, only a name")
+def test_another_machine_and_another_boot() -> None:
+    me = Owner.current()
+    assert replace(me, machine_id="another").alive() is None
+    assert replace(me, boot_id="another").verdict().standing is Standing.RESTARTED
+
+
+FIRST_VERSION = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE lease (
+  lease_id TEXT PRIMARY KEY, provider TEXT NOT NULL, account TEXT NOT NULL, state TEXT NOT NULL,
+  sandbox_id TEXT, host TEXT NOT NULL, boot_id TEXT NOT NULL, pid INTEGER NOT NULL, start_time INTEGER NOT NULL,
+  tags TEXT NOT NULL, session TEXT, keep TEXT NOT NULL, keep_for_seconds REAL NOT NULL, created_at REAL NOT NULL,
+  expires_at REAL, max_lifetime_at REAL, lifetime_seconds REAL, kept_until REAL, attempts INTEGER NOT NULL,
+  reason TEXT, recovery TEXT NOT NULL, changed_at REAL NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE history (
+  lease_id TEXT NOT NULL, at REAL NOT NULL, before TEXT, after TEXT NOT NULL, pid INTEGER NOT NULL, why TEXT NOT NULL
+);
+INSERT INTO meta VALUES ('ledger_id', 'abc'), ('version', '1');
+"""
+A_ROW = (
+    "INSERT INTO lease (lease_id, provider, account, state, sandbox_id, host, boot_id, pid, start_time, tags, keep,"
+    " keep_for_seconds, created_at, attempts, recovery, changed_at)"
+    " VALUES (?, 'p', 'a', 'live', 's', ?, ?, ?, ?, '[]', 'never', 1, 1, 0, '{}', 1)"
+)
+
+
+def test_a_ledger_of_the_first_version_is_brought_along(tmp_path: Path) -> None:
+    """Its rows stay: a living owner's is seen to live, a dead one's is not proven dead, an old boot's is over."""
+    me = Owner.current()
+    host = f"{me.host}.{machine.machine_number()[:12]}"
+    db = sqlite3.connect(tmp_path / "ledger.db")
+    db.executescript(FIRST_VERSION)
+    db.execute(A_ROW, ("one", host, me.boot_id, me.pid, me.start_time))
+    db.execute(A_ROW, ("two", host, me.boot_id, me.pid, me.start_time + 1))
+    db.execute(A_ROW, ("three", host, "earlier", me.pid, me.start_time))
+    db.execute(A_ROW, ("four", "elsewhere.0123456789ab", me.boot_id, me.pid, me.start_time))
+    db.commit()
+
+    ledger = SqliteLedger(tmp_path / "ledger.db")
+    assert ledger.ledger_id == "abc"
+    if machine.machine_number():
+        by_id = {lease.lease_id: lease.owner.verdict().standing for lease in asyncio.run(ledger.leases())}
+        assert by_id == {
+            "one": Standing.ALIVE,
+            "two": Standing.UNKNOWN,
+            "three": Standing.RESTARTED,
+            "four": Standing.UNKNOWN,
+        }
+    # A process of that version goes on writing.
+    db.execute(A_ROW, ("five", host, me.boot_id, me.pid, me.start_time))
+    db.commit()
+    db.close()
+    ledger.close()
+    again = SqliteLedger(tmp_path / "ledger.db")
+    assert len(asyncio.run(again.leases())) == 5
+    again.close()
