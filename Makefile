@@ -1,7 +1,7 @@
 # Every target does its own set-up: a fresh Debian with Python 3.11, pip and make is enough.
 # Nothing is installed outside .venv. PYTHON=... chooses the interpreter, PYTEST_ARGS=... adds arguments.
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench crash clean
+.PHONY: help demo test check format bench crash escape clean
 MAKEFLAGS += --no-print-directory
 
 VENV := .venv
@@ -40,6 +40,9 @@ bench: $(VENV)/.dev ## speed, as ratios against the raw mechanism
 
 crash: $(VENV)/.dev ## the crash matrix: real processes, killed at every instant
 	@LOWTIDE_CRASH_KILLS=$${LOWTIDE_CRASH_KILLS:-300} $(BIN)/pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) tests/crash
+
+escape: $(VENV)/.dev ## try to get out of a sandbox, in every way we know; one line each
+	@$(BIN)/python -m tests.escape --as-user
 
 clean: ## remove the virtual environment and the caches
 	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
