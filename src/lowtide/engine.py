@@ -45,7 +45,9 @@ class Engine:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.loop.set_default_executor(_DaemonWorkers())
+        self._workers = _Workers()
+        self._workers.have(1)
+        self.loop.set_default_executor(self._workers)
         self.thread = threading.Thread(target=self._run, name="lowtide", daemon=True)
         self.thread.start()
 
@@ -66,6 +68,10 @@ class Engine:
                 "a blocking lowtide call was made on lowtide's own event loop; await it instead"
             )
         return self.submit(work).result(timeout)
+
+    def have_workers(self, count: int) -> None:
+        """Have threads for so many blocking calls at once, so that an exit hook, which can start none, finds them."""
+        self._workers.have(count)
 
     def is_current_thread(self) -> bool:
         return threading.current_thread() is self.thread
@@ -119,11 +125,12 @@ def _reset_after_fork() -> None:
 os.register_at_fork(after_in_child=_reset_after_fork)
 
 
-class _DaemonWorkers(concurrent.futures.ThreadPoolExecutor):
+class _Workers(concurrent.futures.ThreadPoolExecutor):
     """Threads for blocking calls that keep working in exit hooks.
 
     The standard pool refuses work as soon as the interpreter starts to shut down, which is exactly
-    when sandboxes have to be ended.
+    when sandboxes have to be ended. From Python 3.12 on no thread can be started then either: what an
+    exit needs is started before (`have`), the first one with the engine.
     """
 
     _most = 32
@@ -134,6 +141,11 @@ class _DaemonWorkers(concurrent.futures.ThreadPoolExecutor):
         self._idle = threading.Semaphore(0)
         self._count = 0
         self._count_lock = threading.Lock()
+
+    def have(self, count: int) -> None:
+        """At least so many threads, up to the most there can be."""
+        while self._count < min(count, self._most) and self._start():
+            pass
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[T]:
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -148,14 +160,28 @@ class _DaemonWorkers(concurrent.futures.ThreadPoolExecutor):
 
         self._waiting.put(work)
         if not self._idle.acquire(blocking=False):
-            with self._count_lock:
-                if self._count < self._most:
-                    self._count += 1
-                    threading.Thread(target=self._serve, name="lowtide-worker", daemon=True).start()
+            self._start()  # or, where none can be started, one of those there are comes to it
         return future
 
+    def _start(self) -> bool:
+        with self._count_lock:
+            if self._count >= self._most:
+                return False
+            try:
+                threading.Thread(target=self._serve, name="lowtide-worker", daemon=True).start()
+            except RuntimeError:  # the interpreter is shutting down, or the machine has no thread left
+                if self._count:
+                    return False
+                raise
+            self._count += 1
+            return True
+
     def _serve(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _MAIN_THREADS)  # started from any thread
         while True:
-            work = self._waiting.get()
+            try:
+                work = self._waiting.get_nowait()
+            except queue.Empty:
+                self._idle.release()
+                work = self._waiting.get()
             work()
-            self._idle.release()

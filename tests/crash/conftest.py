@@ -27,8 +27,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     providers = CHOSEN.split(",") if CHOSEN else ["faulty", "local"]
     if not CHOSEN and metafunc.definition.get_closest_marker("everywhere"):
         providers += ["docker", "kubernetes", *EMULATED]
-    if metafunc.definition.get_closest_marker("faulty"):
-        providers = [name for name in providers if name == "faulty"]
+    for only in ("faulty", "local"):
+        if metafunc.definition.get_closest_marker(only):
+            providers = [name for name in providers if name == only]
     metafunc.parametrize("world", providers, indirect=True)
 
 

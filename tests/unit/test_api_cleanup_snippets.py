@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import secrets
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 import lowtide as cwsandbox
 from lowtide import Sandbox, SandboxDefaults, SandboxGone, SandboxNotFoundError, Session
+
+IMAGE = f"python:{sys.version_info.major}.{sys.version_info.minor}"
+"""Where it cannot be had, this very Python stands in for it; for one of another version it would not."""
 
 
 @pytest.fixture
@@ -26,7 +30,7 @@ def test_context_manager(tag: str) -> None:
 
 
 def test_main_command_and_container_image(tag: str) -> None:
-    with Sandbox.run("sleep", "infinity", container_image="python:3.11", tags=[tag]) as sandbox:
+    with Sandbox.run("sleep", "infinity", container_image=IMAGE, tags=[tag]) as sandbox:
         assert sandbox.exec(["python3", "-c", "print(6 * 7)"]).result().stdout == "42\n"
 
 
@@ -37,7 +41,7 @@ async def test_async_context_manager(tag: str) -> None:
 
 
 def test_session_cleans_up_all_its_sandboxes(tag: str) -> None:
-    defaults = SandboxDefaults(container_image="python:3.11", tags=(tag,))
+    defaults = SandboxDefaults(container_image=IMAGE, tags=(tag,))
     with Session(defaults) as session:
         sb1 = session.sandbox()
         sb2 = session.sandbox()

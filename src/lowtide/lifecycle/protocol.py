@@ -112,7 +112,7 @@ class Lifecycle:
     async def create(self, provider: Provider, lease: Lease, spec: SandboxSpec) -> SandboxInfo:
         """Write the lease down, then create. Cancelling this, or any fault in it, leaves nothing behind."""
         lease, spec = with_lifetime(provider, keep.switched(lease), spec)
-        signals.install(self._end_everything)
+        signals.install(self._end_everything, len(self.held) + 1)
         if self.guardian is not None:
             self.guardian.wanted(provider)
         held = self.held[lease.lease_id] = Held(provider, lease, spec)
@@ -282,7 +282,7 @@ class Lifecycle:
 
     async def adopt(self, provider: Provider, sandbox_id: str, *, session: str | None = None) -> Lease:
         """Make this process the owner. In the ledger that is one step: there is always exactly one owner."""
-        signals.install(self._end_everything)
+        signals.install(self._end_everything, len(self.held) + 1)
         if self.guardian is not None:
             self.guardian.wanted(provider)
         info = await provider.get(sandbox_id)

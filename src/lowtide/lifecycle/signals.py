@@ -43,10 +43,11 @@ _signals_installed = False
 _leaving = False
 
 
-def install(end_everything: EndEverything) -> None:
-    """Arm the exit hook and the handlers; cheap to call before every create, from any thread."""
+def install(end_everything: EndEverything, holding: int) -> None:
+    """Arm the exit hook and the handlers for so many leases; cheap to call before every create, from any thread."""
     global _end_everything, _hooked
     _end_everything = end_everything
+    engine().have_workers(holding)
     if not _hooked:
         _hooked = True
         atexit.register(_at_exit)

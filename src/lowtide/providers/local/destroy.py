@@ -112,7 +112,8 @@ class _Remover:
     Deleting is the slow part of an end (a disk that discards takes a millisecond for every block) and
     nobody has to wait for it: the sandbox is dead and its name is free. It begins a moment later, several
     at a time, because a thread that makes many small calls takes the interpreter from the others each
-    time. It is waited for at the interpreter's end; what a killed process leaves is swept by the next one.
+    time. At the interpreter's end, when no thread can be started any more, whoever waits for it does the
+    rest; what a killed process leaves is swept by the next one.
     """
 
     _most = 4
@@ -133,25 +134,33 @@ class _Remover:
             self._waiting.append(path)
             if len(self._threads) < min(self._most, 1 + len(self._waiting) // 16):
                 thread = threading.Thread(target=self._work, name="lowtide-remove", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+                with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
+                    thread.start()
+                    self._threads.append(thread)
 
     def _work(self) -> None:
         self._hurry.wait(self._moment_seconds)
-        while True:
-            with self._lock:
-                if not self._waiting:
+        while self._remove_one():
+            pass
+
+    def _remove_one(self) -> bool:
+        with self._lock:
+            if not self._waiting:
+                with contextlib.suppress(ValueError):  # whoever waits is none of them
                     self._threads.remove(threading.current_thread())
-                    return
-                path = self._waiting.pop()
-            with contextlib.suppress(OSError):  # stays in the trash and is tried again by the next process
-                remove_tree(path)
+                return False
+            path = self._waiting.pop()
+        with contextlib.suppress(OSError):  # stays in the trash and is tried again by the next process
+            remove_tree(path)
+        return True
 
     def wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         self._hurry.set()
         for thread in list(self._threads):
             thread.join(max(0.0, deadline - time.monotonic()))
+        while time.monotonic() < deadline and self._remove_one():
+            pass
         self._hurry.clear()
 
 

@@ -364,4 +364,5 @@ def _reap(pid: int) -> None:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
 
-    threading.Thread(target=wait, name="lowtide-reap", daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # the interpreter is shutting down: then init reaps it
+        threading.Thread(target=wait, name="lowtide-reap", daemon=True).start()
