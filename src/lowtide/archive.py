@@ -16,10 +16,9 @@ import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, NamedTuple, cast
 
+from lowtide.trees.tar import members, open_stream
+
 _BLOCK = 1 << 20
-_MAX_HEADER_BYTES = 1 << 20
-_EXTENDED = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
-_LONG = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -93,9 +92,8 @@ class _Unpacking:
 
     def run(self, chunks: Iterable[bytes]) -> Tree:
         source = cast("IO[bytes]", _Source(chunks))
-        with tarfile.open(mode="r|", fileobj=source, bufsize=_BLOCK, tarinfo=_CarefulInfo) as tar:
-            for member in tar:
-                tar.members = []  # type: ignore[attr-defined]  # a stream needs no index, and a hostile one is endless
+        with open_stream(source, _BLOCK) as tar:
+            for member in members(tar):
                 parts = [part for part in member.name.split("/") if part not in ("", ".")]
                 if ".." in parts or "\0" in member.name:
                     self._skipped.append(member.name)
@@ -186,19 +184,6 @@ def _stays_inside(parts: list[str], target: str) -> bool:
     steps = [step for step in target.split("/") if step not in ("", ".")]
     up = next((n for n, step in enumerate(steps) if step != ".."), len(steps))
     return up < len(parts) and ".." not in steps[up:]
-
-
-class _CarefulInfo(tarfile.TarInfo):
-    """Refuses the headers that would be read into memory whole, whatever size they claim."""
-
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _CarefulInfo:
-        info = super().frombuf(buf, encoding, errors)
-        if info.type in (*_EXTENDED, *_LONG) and info.size > _MAX_HEADER_BYTES:
-            raise tarfile.ReadError("a header claims to be larger than any name can be")
-        if info.type == tarfile.GNUTYPE_SPARSE:
-            raise tarfile.ReadError("sparse files are not taken")
-        return info
 
 
 class _Source(io.RawIOBase):

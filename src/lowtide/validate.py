@@ -4,139 +4,77 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from lowtide.errors import UnsupportedError, ValidationError
+from lowtide.arguments import absolute_path as absolute_path
+from lowtide.arguments import argv as argv
+from lowtide.arguments import command as command
+from lowtide.arguments import environment as environment
+from lowtide.arguments import refuse
+from lowtide.arguments import strings as strings
+from lowtide.arguments import text as text
+from lowtide.arguments import wrong as wrong
+from lowtide.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from lowtide.lifecycle.lease import Keep
     from lowtide.providers.base import Limits, Network, Provider
 
 _TAG = re.compile(r"[A-Za-z0-9._-]*[A-Za-z0-9]")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)([A-Za-z]*)")
 _BYTES = {"": 1, **{unit: 1000**n for n, unit in enumerate("kMGTP", 1)}, "K": 1000}
 _BYTES.update({f"{unit}i": 1024**n for n, unit in enumerate("KMGTP", 1)})
-
-
-def wrong(argument: str, problem: str) -> ValidationError:
-    return ValidationError(f"{argument} {problem}", argument=argument)
-
-
-def _refuse(argument: str, problem: str) -> NoReturn:
-    raise wrong(argument, problem)
-
-
-def text(argument: str, value: Any) -> str:
-    if not isinstance(value, str):
-        _refuse(argument, f"must be a string, not {type(value).__name__}")
-    if not value:
-        _refuse(argument, "must not be empty")
-    if "\0" in value:
-        _refuse(argument, "must not contain a NUL byte")
-    return value
-
-
-def strings(argument: str, value: Any) -> tuple[str, ...]:
-    """A list of strings. A bare string is refused: it would be taken apart into its characters."""
-    if isinstance(value, str | bytes):
-        _refuse(argument, f"must be a list of strings, not one string; write [{value!r}]")
-    if not isinstance(value, Sequence):
-        _refuse(argument, f"must be a list of strings, not {type(value).__name__}")
-    for item in value:
-        if not isinstance(item, str):
-            _refuse(argument, f"must be a list of strings; it contains {type(item).__name__} {item!r}")
-        if "\0" in item:
-            _refuse(argument, "must not contain a NUL byte")
-    return tuple(value)
 
 
 def content(argument: str, value: Any) -> bytes:
     if isinstance(value, str):
         return value.encode()
     if not isinstance(value, bytes | bytearray | memoryview):
-        _refuse(argument, f"must be bytes or a string, not {type(value).__name__}")
+        refuse(argument, f"must be bytes or a string, not {type(value).__name__}")
     return bytes(value)
-
-
-def command(argument: str, value: Any) -> str | tuple[str, ...]:
-    return text(argument, value) if isinstance(value, str) else argv(argument, value)
-
-
-def argv(argument: str, value: Any) -> tuple[str, ...]:
-    if isinstance(value, str):
-        _refuse(
-            argument,
-            f"must be a list of strings, not one string: no shell takes it apart; "
-            f'write ["sh", "-c", {value!r}] for a shell',
-        )
-    words = strings(argument, value)
-    if not words or not words[0]:
-        _refuse(argument, "must name a program")
-    return words
-
-
-def absolute_path(argument: str, value: Any) -> str:
-    path = text(argument, value)
-    if not path.startswith("/"):
-        _refuse(argument, f"must be an absolute path, not {path!r}")
-    return path
-
-
-def environment(argument: str, value: Any) -> dict[str, str]:
-    if not isinstance(value, Mapping):
-        _refuse(argument, f"must be a mapping of names to strings, not {type(value).__name__}")
-    for name, content in value.items():
-        if not isinstance(name, str) or not _VARIABLE.fullmatch(name):
-            _refuse(argument, f"has a bad name {name!r}: letters, digits and underscores, no digit first")
-        if not isinstance(content, str):
-            _refuse(argument, f"must map to strings; {name} is a {type(content).__name__}")
-        if "\0" in content:
-            _refuse(argument, f"must not contain a NUL byte; {name} does")
-    return dict(value)
 
 
 def tags(argument: str, value: Any) -> tuple[str, ...]:
     found = strings(argument, value)
     for tag in found:
         if len(tag) > 59 or not _TAG.fullmatch(tag):
-            _refuse(
+            refuse(
                 argument,
                 f"has a bad tag {tag!r}: at most 59 letters, digits, '.', '_' and '-', ending in a letter or digit",
             )
     if len(set(found)) != len(found):
-        _refuse(argument, "must be unique")
+        refuse(argument, "must be unique")
     return found
 
 
 def seconds(argument: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        _refuse(argument, f"must be a number of seconds, not {type(value).__name__}")
+        refuse(argument, f"must be a number of seconds, not {type(value).__name__}")
     if not 0 < value < float("inf"):
-        _refuse(argument, f"must be positive and finite, not {value}")
+        refuse(argument, f"must be positive and finite, not {value}")
     return float(value)
 
 
 def positive(argument: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        _refuse(argument, f"must be a whole number, not {type(value).__name__}")
+        refuse(argument, f"must be a whole number, not {type(value).__name__}")
     if value <= 0:
-        _refuse(argument, f"must be positive, not {value}")
+        refuse(argument, f"must be positive, not {value}")
     return value
 
 
 def port(argument: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 65_536:
-        _refuse(argument, f"must be between 1 and 65535, not {value!r}")
+        refuse(argument, f"must be between 1 and 65535, not {value!r}")
     return value
 
 
 def ports(argument: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        _refuse(argument, f"must be a list of port numbers, not {type(value).__name__}")
+        refuse(argument, f"must be a list of port numbers, not {type(value).__name__}")
     found = tuple(port(argument, item) for item in value)
     if len(set(found)) != len(found):
-        _refuse(argument, "must be unique")
+        refuse(argument, "must be unique")
     return found
 
 
@@ -146,7 +84,7 @@ def keep(argument: str, value: Any) -> Keep:
     try:
         return Keep(value)
     except ValueError:
-        _refuse(argument, f"must be one of {', '.join(repr(k.value) for k in Keep)}, not {value!r}")
+        refuse(argument, f"must be one of {', '.join(repr(k.value) for k in Keep)}, not {value!r}")
 
 
 def provider(argument: str, value: Any) -> str | Provider:
@@ -157,7 +95,7 @@ def provider(argument: str, value: Any) -> str | Provider:
         registry.entry(value)
         return value
     if not callable(getattr(value, "start_process", None)):
-        _refuse(argument, f"must be a provider's name, not {type(value).__name__}")
+        refuse(argument, f"must be a provider's name, not {type(value).__name__}")
     found: Provider = value
     return found
 
@@ -168,7 +106,7 @@ def resources(argument: str, value: Any) -> Limits:
     if isinstance(value, Limits):
         return value
     if not isinstance(value, Mapping):
-        _refuse(
+        refuse(
             argument,
             f"must be a mapping such as {{'limits': {{'memory': '256Mi'}}}}, not {type(value).__name__}",
         )
@@ -184,12 +122,12 @@ def resources(argument: str, value: Any) -> Limits:
                 )
         nested = limits.pop("limits", None) or {}
         if limits or not isinstance(nested, Mapping):
-            _refuse(argument, f"must have only 'limits' at the top, not {sorted(limits)}")
+            refuse(argument, f"must have only 'limits' at the top, not {sorted(limits)}")
         limits = dict(nested)
     known = {"cpu": cpus, "memory": size, "pids": positive, "disk": size}
     for key in limits:
         if key not in known:
-            _refuse(argument, f"has an unknown limit {key!r}; known are {', '.join(known)}")
+            refuse(argument, f"has an unknown limit {key!r}; known are {', '.join(known)}")
     found = {key: known[key](argument, limit) for key, limit in limits.items() if limit is not None}
     return Limits(
         cpu=found.get("cpu"),
@@ -203,7 +141,7 @@ def cpus(argument: str, value: Any) -> float:
     """``"500m"``, ``"2"``, ``1.5`` → processors."""
     number, unit = _quantity(argument, value)
     if unit not in ("", "m"):
-        _refuse(argument, f"has a bad number of processors {value!r}; write '500m' or '2'")
+        refuse(argument, f"has a bad number of processors {value!r}; write '500m' or '2'")
     return number / 1000 if unit == "m" else number
 
 
@@ -211,16 +149,16 @@ def size(argument: str, value: Any) -> int:
     """``"256Mi"``, ``"1Gi"``, ``"10M"``, ``4096`` → bytes."""
     number, unit = _quantity(argument, value)
     if unit not in _BYTES:
-        _refuse(argument, f"has a bad size {value!r}; write '256Mi', '1Gi' or a number of bytes")
+        refuse(argument, f"has a bad size {value!r}; write '256Mi', '1Gi' or a number of bytes")
     return int(number * _BYTES[unit])
 
 
 def _quantity(argument: str, value: Any) -> tuple[float, str]:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        _refuse(argument, f"has a bad quantity {value!r}")
+        refuse(argument, f"has a bad quantity {value!r}")
     match = _QUANTITY.fullmatch(value.strip() if isinstance(value, str) else f"{value}")
     if match is None or not float(match[1]) > 0:
-        _refuse(argument, f"has a bad quantity {value!r}; it must be a positive number with a unit")
+        refuse(argument, f"has a bad quantity {value!r}; it must be a positive number with a unit")
     return float(match[1]), match[2]
 
 
@@ -237,7 +175,7 @@ def network(argument: str, value: Any) -> Network:
     if value in ("none", "full"):
         return Network(mode=NetworkMode(value))
     if not isinstance(value, Mapping):
-        _refuse(argument, f"must be 'none', 'full' or {{'allow': [...]}}, not {value!r}")
+        refuse(argument, f"must be 'none', 'full' or {{'allow': [...]}}, not {value!r}")
     if value.keys() == {"allow"}:
         allowed = strings(argument, value["allow"])
         return Network(mode=NetworkMode.ALLOW, allow=allowed) if allowed else Network(mode=NetworkMode.NONE)
@@ -245,7 +183,7 @@ def network(argument: str, value: Any) -> Network:
         return Network(mode=NetworkMode.NONE if value["deny_egress"] else NetworkMode.FULL)
     if value.keys() == {"egress"} and isinstance(value["egress"], Sequence):
         return _egress(argument, value["egress"])
-    _refuse(argument, f"must be 'none', 'full' or {{'allow': [...]}}, not {dict(value)!r}")
+    refuse(argument, f"must be 'none', 'full' or {{'allow': [...]}}, not {dict(value)!r}")
 
 
 def _egress(argument: str, rules: Sequence[Any]) -> Network:
@@ -256,7 +194,7 @@ def _egress(argument: str, rules: Sequence[Any]) -> Network:
         if rule == {"any": True}:
             return Network(mode=NetworkMode.FULL)
         if not isinstance(rule, Mapping) or len(rule) != 1 or not rule.keys() <= {"dns_name", "cidr"}:
-            _refuse(
+            refuse(
                 argument, f"has a rule that cannot be kept: {rule!r}; write dns_name or cidr, nothing else"
             )
         allowed.append(text(argument, next(iter(rule.values()))))
@@ -269,15 +207,15 @@ def provider_options(provider: type[Provider], value: Any) -> Any:
         return None
     wanted = provider.options_type
     if wanted is None:
-        _refuse("provider_options", f"are not taken by provider {provider.name!r}: it has none")
+        refuse("provider_options", f"are not taken by provider {provider.name!r}: it has none")
     if isinstance(value, wanted):
         return value
     if not isinstance(value, Mapping):
-        _refuse("provider_options", f"must be a {wanted.__name__} or a mapping, not {type(value).__name__}")
+        refuse("provider_options", f"must be a {wanted.__name__} or a mapping, not {type(value).__name__}")
     known = getattr(wanted, "__dataclass_fields__", {})
     for key in value:
         if key not in known:
-            _refuse(
+            refuse(
                 "provider_options",
                 f"has no {key!r} for provider {provider.name!r}; known are {', '.join(known)}",
             )

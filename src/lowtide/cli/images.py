@@ -33,7 +33,12 @@ def list_images(*, as_json: bool) -> None:
     print_table(
         ["image", "layers", "size", "age"],
         [
-            [image.name, str(len(image.layers)), size(image.size_bytes), age(image.created_at)]
+            [
+                image.name,
+                "unusable" if image.problem else str(len(image.layers)),
+                size(image.size_bytes),
+                age(image.created_at),
+            ]
             for image in found
         ],
         empty="no images: `lowtide image import NAME FILE.tar` adds one",

@@ -7,74 +7,83 @@ import errno
 import os
 import stat
 
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+from lowtide.trees.walk import DIRECTORY, Entry, Position, walk
+
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_LONGEST_PATH = 4096
 _WHITEOUT = 0  # device 0/0: how an overlay says "deleted"
 
 
 def copy_tree(source: str, target: str) -> None:
     """Owners, modes, times, whiteouts, extended attributes, hard links and holes included."""
-    top = os.open(source, _DIRECTORY)
+    top = os.open(source, DIRECTORY)
     try:
         os.mkdir(target, 0o700)
-        into = os.open(target, _DIRECTORY)
+        into = os.open(target, DIRECTORY)
         try:
-            _copy_directory(top, into, into, "", {})
+            _Copy(into).run(top)
+            _finish(top, into, os.fstat(top))
         finally:
             os.close(into)
     finally:
         os.close(top)
 
 
-def _copy_directory(
-    source: int, target: int, top: int, path: str, linked: dict[tuple[int, int], str]
-) -> None:
-    with os.scandir(source) as found:
-        names = [item.name for item in found]
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):  # gone meanwhile
-            _copy_entry(name, source, target, top, f"{path}/{name}" if path else name, linked)
-    info = os.fstat(source)
+class _Copy:
+    def __init__(self, target: int) -> None:
+        self._top, self._at = target, Position(target)
+        self._path: list[str] = []
+        self._linked: dict[tuple[int, int], str] = {}
+
+    def run(self, source: int) -> None:
+        try:
+            for entry in walk(source):
+                if entry.left:
+                    _finish(entry.own, self._at.fd, os.fstat(entry.own))
+                    self._at.leave()
+                    self._path.pop()
+                elif entry.own >= 0:
+                    os.mkdir(entry.name, 0o700, dir_fd=self._at.fd)
+                    self._at.enter(entry.name)
+                    self._path.append(entry.name)
+                else:
+                    with contextlib.suppress(FileNotFoundError):  # gone meanwhile
+                        self._copy_entry(entry)
+        finally:
+            self._at.close()
+
+    def _copy_entry(self, entry: Entry) -> None:
+        info, name, target = entry.info, entry.name, self._at.fd
+        inode = (info.st_dev, info.st_ino)
+        first = self._linked.get(inode) if info.st_nlink > 1 else None
+        if first is not None:
+            os.link(first, name, src_dir_fd=self._top, dst_dir_fd=target, follow_symlinks=False)
+            return
+        kind = stat.S_IFMT(info.st_mode)
+        if kind == stat.S_IFREG:
+            _copy_file(name, entry.parent, target)
+        elif kind == stat.S_IFLNK:
+            os.symlink(os.readlink(name, dir_fd=entry.parent), name, dir_fd=target)
+            if os.geteuid() == 0:
+                os.chown(name, info.st_uid, info.st_gid, dir_fd=target, follow_symlinks=False)
+        elif kind == stat.S_IFCHR and info.st_rdev == _WHITEOUT:
+            os.mknod(name, stat.S_IFCHR, _WHITEOUT, dir_fd=target)
+        elif kind == stat.S_IFIFO:
+            os.mkfifo(name, stat.S_IMODE(info.st_mode), dir_fd=target)
+        else:
+            return  # a socket or a device: means nothing without the process behind it
+        # What lies deeper than a path can say is copied again for each of its names.
+        if info.st_nlink > 1 and len(self._path) < _LONGEST_PATH // 2:
+            path = "/".join((*self._path, name))
+            if len(os.fsencode(path)) < _LONGEST_PATH:
+                self._linked[inode] = path
+
+
+def _finish(source: int, target: int, info: os.stat_result) -> None:
+    """What a directory gets once it is full."""
     _attributes(source, target)
     _own(target, info)
     os.utime(target, ns=(info.st_atime_ns, info.st_mtime_ns))
-
-
-def _copy_entry(
-    name: str, source: int, target: int, top: int, path: str, linked: dict[tuple[int, int], str]
-) -> None:
-    info = os.lstat(name, dir_fd=source)
-    kind = stat.S_IFMT(info.st_mode)
-    if kind == stat.S_IFDIR:
-        fd = os.open(name, _DIRECTORY, dir_fd=source)
-        try:
-            os.mkdir(name, 0o700, dir_fd=target)
-            into = os.open(name, _DIRECTORY, dir_fd=target)
-            try:
-                _copy_directory(fd, into, top, path, linked)
-            finally:
-                os.close(into)
-        finally:
-            os.close(fd)
-        return
-    first = linked.get((info.st_dev, info.st_ino)) if info.st_nlink > 1 else None
-    if first is not None:
-        os.link(first, name, src_dir_fd=top, dst_dir_fd=target, follow_symlinks=False)
-        return
-    if kind == stat.S_IFREG:
-        _copy_file(name, source, target)
-    elif kind == stat.S_IFLNK:
-        os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
-        if os.geteuid() == 0:
-            os.chown(name, info.st_uid, info.st_gid, dir_fd=target, follow_symlinks=False)
-    elif kind == stat.S_IFCHR and info.st_rdev == _WHITEOUT:
-        os.mknod(name, stat.S_IFCHR, _WHITEOUT, dir_fd=target)
-    elif kind == stat.S_IFIFO:
-        os.mkfifo(name, stat.S_IMODE(info.st_mode), dir_fd=target)
-    else:
-        return  # a socket or a device: means nothing without the process behind it
-    if info.st_nlink > 1:
-        linked[info.st_dev, info.st_ino] = path
 
 
 def _copy_file(name: str, source: int, target: int) -> None:

@@ -21,7 +21,9 @@ def remove_tree(top: Path) -> None:
 
 
 def remove_at(parent: int, name: str) -> None:
-    """The same, of a name in an open directory."""
+    """The same, of a name in an open directory. ValueError: what is not the name of something in it."""
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError(f"{name!r} is not the name of something in a directory")
     # A list and not recursion: a sandbox can make directories deeper than the stack.
     try:
         os.rmdir(name, dir_fd=parent)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import gzip
-import hashlib
-import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, cast
+from typing import IO
 
 from lowtide.errors import ValidationError
+from lowtide.providers.images import documents
+from lowtide.providers.images.bounds import Budget
 from lowtide.providers.images.unpack import unpack_layer
 from lowtide.trees.remove import remove_tree
 
@@ -24,7 +23,7 @@ class LayerStore:
         self.directory, self._owner = directory, owner
 
     def path(self, diff_id: str) -> Path:
-        return self.directory / diff_id.replace(":", "-")
+        return self.directory / documents.digest(diff_id).replace(":", "-")
 
     def has(self, diff_id: str) -> bool:
         return self.path(diff_id).is_dir()
@@ -35,13 +34,11 @@ class LayerStore:
         with self._locked(fcntl.LOCK_SH):
             yield
 
-    def add(self, diff_id: str, stream: IO[bytes]) -> None:
-        """Unpack a (gzipped) tar whose content must have this digest. Nothing half-done gets the name."""
+    def add(self, diff_id: str, layer: IO[bytes], budget: Budget) -> None:
+        """Unpack a (packed) tar whose content must have this digest. Nothing half-done gets the name."""
         draft = self.directory / f".{os.urandom(6).hex()}"
         try:
-            hashed = Hashed(plain(stream))
-            unpack_layer(cast("IO[bytes]", hashed), str(draft), self._owner)
-            if hashed.rest() != diff_id:
+            if unpack_layer(layer, str(draft), self._owner, budget) != diff_id:
                 raise ValidationError(
                     f"a layer's content is not {diff_id}", argument="container_image", provider="local"
                 )
@@ -55,7 +52,7 @@ class LayerStore:
     def clean(self, used: set[str]) -> None:
         """Remove what no image uses and what a killed pull has left; not now when somebody is adding."""
         with contextlib.suppress(BlockingIOError), self._locked(fcntl.LOCK_EX | fcntl.LOCK_NB):
-            keep = {self.path(diff_id).name for diff_id in used} | {".lock"}
+            keep = {str(diff_id).replace(":", "-") for diff_id in used} | {".lock"}
             for name in set(os.listdir(self.directory)) - keep:
                 remove_tree(self.directory / name)
 
@@ -77,40 +74,3 @@ class LayerStore:
             yield
         finally:
             os.close(fd)
-
-
-class Hashed(io.RawIOBase):
-    """A stream that knows the digest of what has been read from it."""
-
-    def __init__(self, source: IO[bytes]) -> None:
-        self._source, self._hash = source, hashlib.sha256()
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        data = self._source.read(size)
-        self._hash.update(data)
-        return data
-
-    def rest(self) -> str:
-        """Read to the end; the digest of all of it."""
-        while self.read(1 << 20):
-            pass
-        return f"sha256:{self._hash.hexdigest()}"
-
-
-def plain(stream: IO[bytes]) -> IO[bytes]:
-    """The tar in it, whatever it is packed with; `stream` can be rewound."""
-    start = stream.read(4)
-    stream.seek(0)
-    if start[:2] == b"\x1f\x8b":
-        return cast("IO[bytes]", gzip.open(stream, "rb"))
-    if start == b"\x28\xb5\x2f\xfd":
-        raise ValidationError(
-            "a layer is packed with zstd, which is not supported: pull it with docker, `docker save` it and "
-            "run `lowtide image import`",
-            argument="container_image",
-            provider="local",
-        )
-    return stream

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -18,6 +16,8 @@ from lowtide.errors import (
     SandboxUnavailableError,
     ValidationError,
 )
+from lowtide.providers.images import documents
+from lowtide.providers.images.bounds import MAX_DOCUMENT_BYTES, MAX_INDEXES, check_layers
 
 INSTALL = "pip install 'lowtide[oci]'"
 _HUB, _HUB_ACCOUNT = "registry-1.docker.io", "https://index.docker.io/v1/"
@@ -27,14 +27,12 @@ _REFERENCE = re.compile(
     r"(?::(?P<tag>\w[\w.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?",
     re.ASCII,
 )
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _MANIFESTS = (
     "application/vnd.oci.image.index.v1+json",
     "application/vnd.oci.image.manifest.v1+json",
     "application/vnd.docker.distribution.manifest.list.v2+json",
     "application/vnd.docker.distribution.manifest.v2+json",
 )
-_LARGEST_DOCUMENT = 8 << 20
 _CONNECT_SECONDS, _READ_SECONDS = 5.0, 60.0
 _ATTEMPTS = 3
 _CHUNK = 1 << 20
@@ -155,34 +153,33 @@ class Registry:
         """The image for this machine, whether the reference names it or an index of several."""
         wanted = self.reference.digest
         document, digest = self._manifest(wanted or self.reference.tag, wanted)
-        for _ in range(3):
+        for _ in range(MAX_INDEXES):
             if "manifests" not in document:
                 break
-            chosen = for_this_machine(document["manifests"])
-            document, digest = self._manifest(chosen["digest"], _digest(chosen))
+            chosen = documents.digest(documents.for_this_machine(document).get("digest"))
+            document, digest = self._manifest(chosen, chosen)
         if "layers" not in document or "config" not in document:
             raise self._bad("its manifest is of a kind that is not known here")
-        config = json.loads(b"".join(self.blob(_blob(document["config"]), most=_LARGEST_DOCUMENT)))
-        layers = tuple(_blob(layer) for layer in document["layers"])
-        diff_ids = tuple(config.get("rootfs", {}).get("diff_ids") or ())
-        if len(diff_ids) != len(layers) or not all(_DIGEST.fullmatch(str(each)) for each in diff_ids):
+        layers = tuple(map(_blob, documents.mappings(document["layers"], "layers")))
+        check_layers(len(layers))
+        described = _blob(documents.mapping(document["config"], "configuration"))
+        content = b"".join(self.blob(described, most=MAX_DOCUMENT_BYTES))
+        config = documents.mapping(documents.parse(content, "configuration"), "configuration")
+        found = documents.mapping(config.get("rootfs") or {}, "list of layers").get("diff_ids")
+        diff_ids = tuple(map(documents.digest, documents.words(found, "layers")))
+        if len(diff_ids) != len(layers):
             raise self._bad("its configuration does not fit its layers")
-        return RemoteImage(digest=digest, layers=layers, diff_ids=diff_ids, config=config.get("config") or {})
+        settings = documents.mapping(config.get("config") or {}, "configuration")
+        return RemoteImage(digest=digest, layers=layers, diff_ids=diff_ids, config=settings)
 
-    def _manifest(self, name: str, digest: str | None) -> tuple[dict[str, Any], str]:
+    def _manifest(self, name: str, digest: str | None) -> tuple[Mapping[str, Any], str]:
         url = f"{self._registry.prefix}://{self._container.manifest_url(name)}"
         with self._get(url, {"Accept": ", ".join(_MANIFESTS)}) as answer:
-            content = b"".join(_at_most(answer.iter_content(_CHUNK), _LARGEST_DOCUMENT, self))
+            content = b"".join(_at_most(answer.iter_content(_CHUNK), MAX_DOCUMENT_BYTES, self))
         found = f"sha256:{hashlib.sha256(content).hexdigest()}"
         if digest is not None and found != digest:
             raise self._bad(f"what the registry sent for {digest} is {found}")
-        try:
-            document = json.loads(content)
-        except ValueError as error:
-            raise self._bad("its manifest is not JSON") from error
-        if not isinstance(document, dict):
-            raise self._bad("its manifest is not an object")
-        return document, found
+        return documents.mapping(documents.parse(content, "manifest"), "manifest"), found
 
     def blob(self, blob: Blob, *, most: int | None = None) -> Iterator[bytes]:
         """Its bytes. The last ones are only handed out when size and digest are right."""
@@ -251,21 +248,6 @@ class Registry:
         )
 
 
-def for_this_machine(manifests: list[dict[str, Any]]) -> dict[str, Any]:
-    """The entry of an index that runs here. KeyError when there is none."""
-    own = {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, os.uname().machine)
-    for manifest in manifests:
-        platform = manifest.get("platform", {})
-        if platform.get("architecture", own) == own and platform.get("os", "linux") == "linux":
-            return manifest
-    there = ", ".join(sorted({str(m.get("platform", {}).get("architecture")) for m in manifests}))
-    raise ValidationError(
-        f"the image is not made for this machine ({own}), only for {there or 'nothing'}",
-        argument="container_image",
-        provider="local",
-    )
-
-
 def save(chunks: Iterator[bytes], file: IO[bytes]) -> None:
     for chunk in chunks:
         file.write(chunk)
@@ -274,17 +256,12 @@ def save(chunks: Iterator[bytes], file: IO[bytes]) -> None:
 def _blob(descriptor: Mapping[str, Any]) -> Blob:
     size = descriptor.get("size")
     if not isinstance(size, int) or size < 0:
-        raise ValidationError("a blob has no size", argument="container_image", provider="local")
-    return Blob(digest=_digest(descriptor), size=size, media_type=str(descriptor.get("mediaType", "")))
-
-
-def _digest(descriptor: Mapping[str, Any]) -> str:
-    digest = str(descriptor.get("digest"))
-    if not _DIGEST.fullmatch(digest):  # it becomes a part of an address and of a file name
-        raise ValidationError(
-            f"{digest!r} is not a sha256 digest", argument="container_image", provider="local"
-        )
-    return digest
+        raise documents.bad("a part of it has no size")
+    return Blob(
+        digest=documents.digest(descriptor.get("digest")),
+        size=size,
+        media_type=str(descriptor.get("mediaType", "")),
+    )
 
 
 def _at_most(chunks: Iterator[bytes], most: int, registry: Registry) -> Iterator[bytes]:

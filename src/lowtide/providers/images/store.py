@@ -4,35 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import gzip
 import hashlib
 import json
+import lzma
 import os
 import tarfile
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote, unquote
 
-from lowtide.errors import ValidationError
+from lowtide.errors import LowtideError, ValidationError
 from lowtide.providers.images.archive import read_archive
+from lowtide.providers.images.bounds import Bounds, Budget, check_layers
+from lowtide.providers.images.configuration import Configuration, unusable
+from lowtide.providers.images.documents import words
 from lowtide.providers.images.layers import LayerStore
 from lowtide.providers.images.pull import Reference, Registry, save
 from lowtide.providers.images.unpack import unpack_layer
 from lowtide.trees.remove import remove_tree
+from lowtide.trees.tar import CarefulInfo
+from lowtide.trees.walk import size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
+    """One in the store, and what a sandbox on it stands on."""
+
     name: str
-    layers: tuple[str, ...]
-    """Directories, from the bottom up."""
     size_bytes: int
     created_at: float
-    environment: Mapping[str, str]
-    working_dir: str
+    layers: tuple[str, ...] = ()
+    """Directories, from the bottom up."""
+    configuration: Configuration = field(default_factory=Configuration)
+    problem: str | None = None
+    """Why it cannot be used; only ever in a listing."""
 
 
 class ImageStore:
@@ -43,9 +52,10 @@ class ImageStore:
         directory: Path,
         owner: int | None,
         in_use: Callable[[str], Sequence[str]] = lambda name: (),
+        bounds: Bounds = Bounds(),  # noqa: B008 (frozen)
     ) -> None:
         """`in_use`: who stands on an image, asked before it is replaced or removed, and once more after."""
-        self.directory, self._owner, self._in_use = directory, owner, in_use
+        self.directory, self._owner, self._in_use, self._bounds = directory, owner, in_use, bounds
         self.layers = LayerStore(directory / ".layers", owner)
 
     def image(self, name: str) -> Image | None:
@@ -54,28 +64,33 @@ class ImageStore:
         return None if manifest is None else self._image(name, manifest)
 
     def _image(self, name: str, manifest: Mapping[str, Any]) -> Image:
-        return Image(
-            name=manifest["name"],
-            layers=tuple(self._layer_paths(name, manifest)),
-            size_bytes=manifest["size_bytes"],
-            created_at=manifest["created_at"],
-            environment=manifest.get("environment", {}),
-            working_dir=manifest.get("working_dir") or "/",
-        )
+        """Raises ValidationError for what an older version has let in."""
+        try:
+            configuration = Configuration.from_manifest(manifest)
+            layers = tuple(self._layer_paths(name, manifest))
+        except ValidationError as error:
+            advice = f". `lowtide image rm {name}`, then import or pull it again"
+            raise unusable(name, error, advice) from error
+        return Image(**_summary(name, manifest), layers=layers, configuration=configuration)
 
-    def _layer_paths(self, image: str, manifest: Mapping[str, Any]) -> list[str]:
-        shared = manifest.get("diff_ids")
+    def _layer_paths(self, name: str, manifest: Mapping[str, Any]) -> list[str]:
+        shared, count = manifest.get("diff_ids"), manifest.get("layers")
         if shared is not None:
-            return [str(self.layers.path(diff_id)) for diff_id in shared]
-        return [str(self._place(image) / str(number)) for number in range(manifest["layers"])]
+            paths = [self.layers.path(diff_id) for diff_id in words(shared, "layers")]
+        else:
+            paths = [self._place(name) / str(number) for number in range(count if type(count) is int else 0)]
+        check_layers(len(paths))
+        return [str(path) for path in paths]
 
     def import_file(self, name: str, file: Path) -> Image:
-        """From `docker save`, an OCI layout in a tar, or a tar of a root filesystem (each also gzipped)."""
+        """From `docker save`, an OCI layout in a tar, or a tar of a root filesystem (each also packed)."""
         try:
-            with tarfile.open(file) as archive:
-                layers, config = read_archive(archive)
+            with tarfile.open(file, tarinfo=CarefulInfo) as archive:
+                layers, config = read_archive(archive, self._budget())
                 return self.add(name, layers, config)
-        except (tarfile.TarError, EOFError, KeyError, gzip.BadGzipFile) as error:
+        except LowtideError:
+            raise
+        except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, ValueError) as error:
             raise ValidationError(
                 f"{file} is not an image: {error}", argument="file", provider="local"
             ) from error
@@ -85,23 +100,30 @@ class ImageStore:
             ) from error
 
     def add(self, name: str, layers: Iterable[IO[bytes]], config: Mapping[str, Any]) -> Image:
-        """Put an image in the store: `layers` as (gzipped) tar streams from the bottom up, `config` as OCI has it."""
-        if not name or name.startswith(("/", ".")) or "\0" in name:
+        """Put an image in the store: `layers` as (packed) tar streams from the bottom up, `config` as OCI has it."""
+        if not _is_name(name):
             raise ValidationError(f"{name!r} is not an image name", argument="name", provider="local")
-        self.directory.parent.mkdir(mode=0o711, parents=True, exist_ok=True)
-        self.directory.mkdir(mode=0o711, exist_ok=True)
+        configuration = _configuration(name, config)
+        budget = self._budget()
         draft = self.directory / f".{os.urandom(6).hex()}"
         draft.mkdir(mode=0o711)
         try:
             count = 0
             for count, layer in enumerate(layers, 1):
-                unpack_layer(layer, str(draft / str(count - 1)), self._owner)
-            manifest = _new_manifest(name, config, layers=count, size_bytes=_size(draft))
+                check_layers(count)
+                unpack_layer(layer, str(draft / str(count - 1)), self._owner, budget)
+            check_layers(count)
+            manifest = _new_manifest(name, configuration, layers=count, size_bytes=size(str(draft)))
             (draft / "manifest.json").write_text(json.dumps(manifest))
             self._replace(name, draft)
         finally:
             remove_tree(draft)
         return self._image(name, manifest)
+
+    def _budget(self) -> Budget:
+        for path in (self.directory.parent, self.directory):
+            path.mkdir(mode=0o711, parents=True, exist_ok=True)
+        return Budget(self._bounds, self.directory)
 
     def _replace(self, name: str, draft: Path) -> None:
         place = self._place(name)
@@ -128,18 +150,21 @@ class ImageStore:
             found = registry.image()
             if there is not None and there.get("digest") == found.digest:
                 return self._image(name, there)
+            configuration = _configuration(name, found.config)
+            budget = self._budget()
+            budget.check_download(sum(blob.size for blob in found.layers))
             with self.layers.adding():
                 for blob, diff_id in zip(found.layers, found.diff_ids, strict=True):
                     if not self.layers.has(diff_id):
                         with self.layers.scratch() as file:
                             save(registry.blob(blob), file)
                             file.seek(0)
-                            self.layers.add(diff_id, file)
+                            self.layers.add(diff_id, file, budget)
                 manifest = _new_manifest(
                     name,
-                    found.config,
+                    configuration,
                     layers=len(found.layers),
-                    size_bytes=sum(_size(self.layers.path(diff_id)) for diff_id in set(found.diff_ids)),
+                    size_bytes=sum(size(str(self.layers.path(diff_id))) for diff_id in set(found.diff_ids)),
                     digest=found.digest,
                     diff_ids=list(found.diff_ids),
                 )
@@ -168,19 +193,28 @@ class ImageStore:
 
     def _clean(self) -> None:
         if self.layers.directory.is_dir():
-            manifests = (self._manifest(image.name) or {} for image in self.images())
+            manifests = [self._manifest(name) or {} for name in self._names()]
             self.layers.clean(
                 {diff_id for manifest in manifests for diff_id in manifest.get("diff_ids") or ()}
             )
 
     def images(self) -> list[Image]:
+        """All of them, also those that cannot be used: people want to see what they can remove."""
         found = []
-        with contextlib.suppress(FileNotFoundError):
-            for entry in sorted(os.listdir(self.directory)):
-                manifest = self._manifest(unquote(entry))
-                if not entry.startswith(".") and manifest is not None:
-                    found.append(self._image(unquote(entry), manifest))
+        for name in self._names():
+            manifest = self._manifest(name)
+            if manifest is None:
+                continue
+            try:
+                found.append(self._image(name, manifest))
+            except ValidationError as error:
+                found.append(Image(**_summary(name, manifest), problem=str(error)))
         return found
+
+    def _names(self) -> list[str]:
+        with contextlib.suppress(FileNotFoundError):
+            return [unquote(entry) for entry in sorted(os.listdir(self.directory)) if entry[0] != "."]
+        return []
 
     def remove(self, name: str) -> bool:
         """True: removed. False: there was none. ValidationError while a sandbox stands on it."""
@@ -208,6 +242,8 @@ class ImageStore:
         return self.directory / quote(name, safe="")
 
     def _manifest(self, name: str) -> dict[str, Any] | None:
+        if not _is_name(name):
+            return None
         try:
             loaded = json.loads((self._place(name) / "manifest.json").read_bytes())
         except (OSError, ValueError):
@@ -215,19 +251,26 @@ class ImageStore:
         return loaded if isinstance(loaded, dict) else None
 
 
-def _new_manifest(name: str, config: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+def _configuration(name: str, config: Any) -> Configuration:
+    try:
+        return Configuration.from_oci(config)
+    except ValidationError as error:
+        raise unusable(name, error) from error
+
+
+def _new_manifest(name: str, configuration: Configuration, **more: Any) -> dict[str, Any]:
+    return {"name": name, "created_at": time.time(), **configuration.as_manifest(), **more}
+
+
+def _summary(name: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    bytes_, created = manifest.get("size_bytes"), manifest.get("created_at")
     return {
         "name": name,
-        "created_at": time.time(),
-        "environment": dict(item.partition("=")[::2] for item in config.get("Env") or []),
-        "working_dir": config.get("WorkingDir") or "/",
-        "entrypoint": config.get("Entrypoint"),
-        "command": config.get("Cmd"),
-        **more,
+        "size_bytes": bytes_ if isinstance(bytes_, int) else 0,
+        "created_at": created if isinstance(created, int | float) else 0.0,
     }
 
 
-def _size(top: Path) -> int:
-    return sum(
-        os.lstat(os.path.join(folder, name)).st_size for folder, _, names in os.walk(top) for name in names
-    )
+def _is_name(name: str) -> bool:
+    """What can be the name of a directory here, and of no other place."""
+    return not name.startswith(("/", ".")) and 0 < len(quote(name, safe="")) <= 200

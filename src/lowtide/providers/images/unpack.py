@@ -2,57 +2,108 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
+import lzma
 import os
 import shutil
 import stat
 import struct
 import tarfile
-from typing import IO
+import zlib
+from collections.abc import Iterator
+from typing import IO, cast
 
-from lowtide.errors import ValidationError
+from lowtide.errors import LowtideError, ResourceExhaustedError
+from lowtide.providers.images.bounds import Budget
+from lowtide.providers.images.content import Content
+from lowtide.providers.images.documents import bad
 from lowtide.trees.remove import remove_at
+from lowtide.trees.tar import members, open_stream
 
 _OPENAT2 = 437
 _IN_ROOT, _NO_MAGICLINKS = 0x10, 0x02
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_BLOCK = 1 << 20
+_WHITEOUT, _OPAQUE = ".wh.", ".wh..wh..opq"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def unpack_layer(stream: IO[bytes], target: str, owner: int | None) -> None:
-    """`owner`: the id that 0 becomes; None keeps everything this user's."""
+def unpack_layer(layer: IO[bytes], target: str, owner: int | None, budget: Budget) -> str:
+    """The digest of its content. `owner`: the id that 0 becomes; None keeps everything this user's."""
     os.mkdir(target, 0o755)
     root = os.open(target, _DIRECTORY)
     try:
         if owner is not None:
             os.fchown(root, owner, owner)
-        with tarfile.open(fileobj=stream, mode="r|*") as archive:
-            for member in archive:
-                _unpack(archive, member, root, owner)
+        content = Content(layer, budget)
+        with open_stream(cast("IO[bytes]", content), _BLOCK) as archive:
+            for member in members(archive):
+                budget.entry()
+                with _said_of(member.name):
+                    _unpack(archive, member, root, owner)
+        return content.digest()
+    except LowtideError:
+        raise
+    except (
+        OSError,
+        EOFError,
+        tarfile.TarError,
+        zlib.error,
+        lzma.LZMAError,
+        ValueError,
+        OverflowError,
+    ) as error:
+        raise bad(f"a layer is broken: {error}") from error
     finally:
         os.close(root)
 
 
+@contextlib.contextmanager
+def _said_of(name: str) -> Iterator[None]:
+    """Whatever the system refuses of an entry is the layer's fault, unless the disk is full."""
+    try:
+        yield
+    except LowtideError:
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ResourceExhaustedError(f"the disk is full: {error.strerror}", provider="local") from error
+        if error.errno is None:
+            raise  # from reading the layer, and not from writing what it holds
+        raise bad(f"{name[:200]!r} in a layer: {error.strerror}") from error
+
+
 def _unpack(archive: tarfile.TarFile, member: tarfile.TarInfo, root: int, owner: int | None) -> None:
-    parts = [part for part in member.name.split("/") if part not in ("", ".")]
-    if ".." in parts or "\0" in member.name:
-        raise ValidationError(
-            f"the layer names a path outside itself: {member.name!r}", argument="file", provider="local"
-        )
+    parts = _parts(member.name)
+    if parts is None:
+        raise bad(f"a layer names a path outside itself: {member.name[:200]!r}")
     if not parts:
         return
-    folder = _open_directory(root, parts[:-1], owner)
     name = parts[-1]
+    if name.startswith(_WHITEOUT) and name != _OPAQUE:
+        if name.startswith(_WHITEOUT * 2):
+            return  # what aufs kept for itself
+        if name[len(_WHITEOUT) :] in ("", ".", ".."):
+            raise bad(f"a layer deletes what is no name: {member.name[:200]!r}")
+    folder = _open_directory(root, parts[:-1], owner)
     try:
-        if name == ".wh..wh..opq":
+        if name == _OPAQUE:
             os.setxattr(folder, "user.overlay.opaque", b"y")
-        elif name.startswith(".wh."):
-            remove_at(folder, name[4:])
-            os.mknod(name[4:], stat.S_IFCHR, 0, dir_fd=folder)
+        elif name.startswith(_WHITEOUT):
+            remove_at(folder, name[len(_WHITEOUT) :])
+            os.mknod(name[len(_WHITEOUT) :], stat.S_IFCHR, 0, dir_fd=folder)
         else:
             _make(archive, member, root, folder, name, owner)
     finally:
         os.close(folder)
+
+
+def _parts(path: str) -> list[str] | None:
+    """None: it leads outside."""
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    return None if ".." in parts or "\0" in path else parts
 
 
 def _make(
@@ -68,21 +119,20 @@ def _make(
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(os.open(name, flags, 0o600, dir_fd=folder), "wb", buffering=0) as file:
             if source is not None:
-                shutil.copyfileobj(source, file, 1 << 20)
+                shutil.copyfileobj(source, file, _BLOCK)
             _own(file.fileno(), member, owner)
             os.fchmod(file.fileno(), mode)
-            os.utime(file.fileno(), (member.mtime, member.mtime))
+            with contextlib.suppress(ValueError, OverflowError):  # a time that no file can have
+                os.utime(file.fileno(), (member.mtime, member.mtime))
     elif member.issym():
         os.symlink(member.linkname, name, dir_fd=folder)
         if owner is not None:
             ids = _ids(member, owner)
             os.chown(name, *ids, dir_fd=folder, follow_symlinks=False)
     elif member.islnk():
-        parts = [part for part in member.linkname.split("/") if part not in ("", ".")]
-        if not parts or ".." in parts:
-            raise ValidationError(
-                f"a hard link leads outside the layer: {member.name!r}", argument="file", provider="local"
-            )
+        parts = _parts(member.linkname)
+        if not parts:
+            raise bad(f"a hard link leads outside the layer: {member.name[:200]!r}")
         there = _open_directory(root, parts[:-1], owner)
         try:
             os.link(parts[-1], name, src_dir_fd=there, dst_dir_fd=folder, follow_symlinks=False)
@@ -120,25 +170,27 @@ def _ids(member: tarfile.TarInfo, owner: int) -> tuple[int, int]:
 
 def _open_directory(root: int, parts: list[str], owner: int | None) -> int:
     """The directory at that path, made where it is missing. Links in the layer lead inside the layer only."""
-    try:
-        return _inside(root, "/".join(parts) or ".")
-    except FileNotFoundError:
-        parent = _open_directory(root, parts[:-1], owner)
+    there = len(parts)
+    while True:
         try:
-            try:
-                os.mkdir(parts[-1], 0o755, dir_fd=parent)
-            except FileExistsError:
-                raise ValidationError(
-                    f"the layer puts files behind a link that leads nowhere: {'/'.join(parts)!r}",
-                    argument="file",
-                    provider="local",
-                ) from None
-            fd = os.open(parts[-1], _DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+            fd = _inside(root, "/".join(parts[:there]) or ".")
+            break
+        except FileNotFoundError:
+            there -= 1
+    for part in parts[there:]:
+        parent = fd
+        try:
+            os.mkdir(part, 0o755, dir_fd=parent)
+            fd = os.open(part, _DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+        except FileExistsError:
+            raise bad(
+                f"a layer puts files behind a link that leads nowhere: {'/'.join(parts)[:200]!r}"
+            ) from None
         finally:
             os.close(parent)
         if owner is not None:
             os.fchown(fd, owner, owner)
-        return fd
+    return fd
 
 
 def _inside(root: int, path: str) -> int:

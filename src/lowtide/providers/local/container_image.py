@@ -40,8 +40,8 @@ def foundation(store: ImageStore, image: str) -> Foundation | None:
     if found is not None:
         return Foundation(
             root=found.layers,
-            environment=found.environment,
-            working_dir=found.working_dir,
+            environment=found.configuration.environment,
+            working_dir=found.configuration.working_dir,
             record={"base": image},
         )
     match = _PYTHON.match(image)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lowtide import arguments
 from lowtide.errors import SandboxNotFoundError, ValidationError
 from lowtide.providers.local.foundation import Foundation
 from lowtide.providers.local.place import Place, places, valid_id
@@ -63,9 +64,9 @@ class SnapshotStore:
         manifest = self._manifest(snapshot_id)
         if manifest is None:
             raise SandboxNotFoundError(f"there is no snapshot {snapshot_id}", provider="local")
-        name = manifest["base"]
+        name = arguments.text("snapshot base", manifest.get("base"))
         below = base(None if name == "host" else name)
-        chain = manifest["snapshots"]
+        chain = arguments.strings("snapshot chain", manifest.get("snapshots"))
         missing = [link for link in chain if self._manifest(link) is None]
         if missing:
             raise SandboxNotFoundError(
@@ -79,8 +80,8 @@ class SnapshotStore:
             read_only=below.read_only,
             foreign=below.foreign,
             environment=below.environment,
-            working_dir=manifest["working_dir"],
-            record={**below.record, "snapshots": chain},
+            working_dir=arguments.absolute_path("working_dir", manifest.get("working_dir")),
+            record={**below.record, "snapshots": list(chain)},
         )
 
     def delete(self, snapshot_id: str, sandboxes: Path) -> bool:

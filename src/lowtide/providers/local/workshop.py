@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lowtide.errors import SandboxFailedError, SandboxUnavailableError
 from lowtide.providers.base import SandboxSpec
+from lowtide.providers.images.bounds import Bounds
 from lowtide.providers.images.store import ImageStore
 from lowtide.providers.local import bwrap, container_image, destroy, idle, layers, seccomp
 from lowtide.providers.local.foundation import Foundation
@@ -35,7 +36,12 @@ class Workshop:
         self.client: SpawnerClient | None = None
         self._skeleton: layers.Skeleton | None = None
         self._starting = asyncio.Lock()
-        self.images = ImageStore(home / "images", self.owner, functools.partial(container_image.in_use, home))
+        self.images = ImageStore(
+            home / "images",
+            self.owner,
+            functools.partial(container_image.in_use, home),
+            Bounds.from_environment({**os.environ, **environ}),
+        )
         self.snapshots = SnapshotStore(home / "snapshots", self.owner)
 
     async def start(self) -> SpawnerClient:

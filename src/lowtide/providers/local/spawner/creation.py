@@ -121,7 +121,7 @@ def become_bwrap(message: Message, stderr: int, info: int, namespace: int, ready
     libc.syscall(SYS_KEYCTL, 1, None)  # a session keyring of its own: none of the caller's keys
     first_limits()
     args = os.memfd_create("args", 0)
-    os.write(args, b"\0".join(os.fsencode(a) for a in message["args"]) + b"\0")
+    os.write(args, joined(message["args"]))
     os.lseek(args, 0, 0)
     status = os.open(f"{place}/status", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     seccomp = os.open(f"/proc/self/fd/{config.seccomp_fd}", os.O_RDONLY)  # its own offset
@@ -153,6 +153,14 @@ def become_bwrap(message: Message, stderr: int, info: int, namespace: int, ready
     os.chdir("/")
     argv = ["bwrap", "--args", str(ARGS), "--", f"/proc/self/fd/{SELF}", *message["command"]]
     os.execve(message["bwrap"], [os.fsencode(a) for a in argv], {})  # noqa: S606
+
+
+def joined(arguments: list[str]) -> bytes:
+    """For bwrap, which takes them apart at each NUL: one inside a word would make two arguments of it."""
+    words = [os.fsencode(argument) for argument in arguments]
+    if any(b"\0" in word for word in words):
+        raise ValueError("an argument for bwrap contains a NUL byte")
+    return b"".join(word + b"\0" for word in words)
 
 
 def identity(pid: int) -> bytes:

@@ -1,0 +1,90 @@
+"""Arguments that are text: strings, commands, paths, environments, each checked and refused by name.
+
+What an image says of itself goes through the same functions as what a user says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from lowtide.errors import ValidationError
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def wrong(argument: str, problem: str) -> ValidationError:
+    return ValidationError(f"{argument} {problem}", argument=argument)
+
+
+def refuse(argument: str, problem: str) -> NoReturn:
+    raise wrong(argument, problem)
+
+
+def text(argument: str, value: Any) -> str:
+    if not isinstance(value, str):
+        refuse(argument, f"must be a string, not {type(value).__name__}")
+    if not value:
+        refuse(argument, "must not be empty")
+    _passable(argument, value)
+    return value
+
+
+def strings(argument: str, value: Any) -> tuple[str, ...]:
+    """A list of strings. A bare string is refused: it would be taken apart into its characters."""
+    if isinstance(value, str | bytes):
+        refuse(argument, f"must be a list of strings, not one string; write [{value!r}]")
+    if not isinstance(value, Sequence):
+        refuse(argument, f"must be a list of strings, not {type(value).__name__}")
+    for item in value:
+        if not isinstance(item, str):
+            refuse(argument, f"must be a list of strings; it contains {type(item).__name__} {item!r}")
+        _passable(argument, item)
+    return tuple(value)
+
+
+def command(argument: str, value: Any) -> str | tuple[str, ...]:
+    return text(argument, value) if isinstance(value, str) else argv(argument, value)
+
+
+def argv(argument: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        refuse(
+            argument,
+            f"must be a list of strings, not one string: no shell takes it apart; "
+            f'write ["sh", "-c", {value!r}] for a shell',
+        )
+    words = strings(argument, value)
+    if not words or not words[0]:
+        refuse(argument, "must name a program")
+    return words
+
+
+def absolute_path(argument: str, value: Any) -> str:
+    path = text(argument, value)
+    if not path.startswith("/"):
+        refuse(argument, f"must be an absolute path, not {path!r}")
+    return path
+
+
+def environment(argument: str, value: Any) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        refuse(argument, f"must be a mapping of names to strings, not {type(value).__name__}")
+    for name, content in value.items():
+        if not isinstance(name, str) or not _VARIABLE.fullmatch(name):
+            refuse(argument, f"has a bad name {name!r}: letters, digits and underscores, no digit first")
+        if not isinstance(content, str):
+            refuse(argument, f"must map to strings; {name} is a {type(content).__name__}")
+        _passable(argument, content, f"; {name} does")
+    return dict(value)
+
+
+def _passable(argument: str, value: str, which: str = "") -> None:
+    """What cannot be handed to a program as an argument or a variable."""
+    if "\0" in value:
+        refuse(argument, f"must not contain a NUL byte{which}")
+    try:
+        value.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        refuse(argument, f"must not contain half a character, a lone surrogate{which}")

@@ -1,0 +1,124 @@
+"""Walking a tree without following a link: of any depth, with few descriptors, whatever its paths are long.
+
+Hostile code may have made the tree and may still be changing it. Each directory is opened from its parent; a
+parent whose descriptor was given up is opened again as ``..`` and must be the one it was.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from typing import NamedTuple
+
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_MOST_OPEN = 64
+
+
+class Entry(NamedTuple):
+    """Something in a directory. A directory comes twice: before what is in it, and with `left` after that."""
+
+    parent: int
+    """The open directory that it is in."""
+    name: str
+    info: os.stat_result
+    own: int = -1
+    """A directory's own descriptor."""
+    left: bool = False
+
+
+class Position:
+    """Where one is in a tree: an open directory, and the way back up."""
+
+    def __init__(self, top: int) -> None:
+        self._open = [os.dup(top)]
+        self._closed: list[tuple[int, int]] = []  # of the directories above the open ones
+
+    @property
+    def fd(self) -> int:
+        return self._open[-1]
+
+    def enter(self, name: str) -> None:
+        """Into a directory of this one. OSError: it is none (any more)."""
+        self._open.append(os.open(name, DIRECTORY, dir_fd=self.fd))
+        if len(self._open) > _MOST_OPEN:
+            above = self._open.pop(0)
+            self._closed.append(_identity(above))
+            os.close(above)
+
+    @property
+    def above(self) -> int:
+        """The directory above this one. OSError: somebody has moved this one away."""
+        if len(self._open) == 1:
+            above = os.open("..", DIRECTORY, dir_fd=self.fd)
+            if _identity(above) != self._closed.pop():
+                os.close(above)
+                raise OSError(errno.ESTALE, "a directory was moved while it was walked")
+            self._open.insert(0, above)
+        return self._open[-2]
+
+    def leave(self) -> None:
+        """Back to the directory above."""
+        _ = self.above
+        os.close(self._open.pop())
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.pop())
+
+
+def walk(top: int) -> Iterator[Entry]:
+    """All there is in an open directory, in the order of names. What goes away meanwhile is left out."""
+    position = Position(top)
+    # For each directory on the way: its own entry, and the names in it that are still to come, last first.
+    way: list[tuple[Entry | None, list[str]]] = [(None, _names(position.fd))]
+    try:
+        while way:
+            own, names = way[-1]
+            if names:
+                entry = _look(position, names.pop())
+                if entry is not None:
+                    yield entry
+                if entry is not None and entry.own >= 0:
+                    way.append((entry, _names(entry.own)))
+                continue
+            way.pop()
+            if own is not None:
+                yield own._replace(parent=position.above, own=position.fd, left=True)
+                position.leave()
+    finally:
+        position.close()
+
+
+def _look(position: Position, name: str) -> Entry | None:
+    """The entry of that name, and into it where it is a directory. None: it is gone or another thing by now."""
+    try:
+        info = os.lstat(name, dir_fd=position.fd)
+        if not stat.S_ISDIR(info.st_mode):
+            return Entry(position.fd, name, info)
+        position.enter(name)
+        return Entry(position.above, name, info, position.fd)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return None
+        raise
+
+
+def size(top: str) -> int:
+    """Of all files in it, in bytes."""
+    fd = os.open(top, DIRECTORY)
+    try:
+        return sum(entry.info.st_size for entry in walk(fd) if entry.own < 0)
+    finally:
+        os.close(fd)
+
+
+def _names(fd: int) -> list[str]:
+    with os.scandir(fd) as found:
+        return sorted((item.name for item in found), reverse=True)
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    info = os.fstat(fd)
+    return info.st_dev, info.st_ino
