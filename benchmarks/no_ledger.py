@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lowtide.lifecycle import protocol
-from lowtide.lifecycle.lease import Lease, LeaseState, Owner
+from lowtide.lifecycle import leases
+from lowtide.lifecycle.lease import Lease, LeaseState
 from lowtide.lifecycle.ledger import HistoryLine
+from lowtide.lifecycle.owner import Owner
 
 
 class Forgetful:
@@ -66,18 +67,18 @@ class Forgetful:
         pass
 
 
-_without: protocol.Lifecycle | None = None
+_without: leases.Lifecycle | None = None
 
 
 @contextlib.contextmanager
 def no_ledger(home: Path) -> Iterator[None]:
     """In here sandboxes are made and ended as always, with no row and no guardian."""
     global _without
-    usual = protocol.lifecycle()
+    usual = leases.lifecycle()
     if _without is None:
-        _without = protocol.Lifecycle(ledger=Forgetful(), path=home)
-    protocol._lifecycle = _without
+        _without = leases.Lifecycle(ledger=Forgetful(), path=home)
+    leases._lifecycle = _without
     try:
         yield
     finally:
-        protocol._lifecycle = usual
+        leases._lifecycle = usual

@@ -5,12 +5,13 @@ LowtideError                          .provider .sandbox_id .retryable
 │   └── UnsupportedError              this provider cannot do that                 .feature .alternative
 ├── MissingDependencyError (ImportError)   an extra is not installed               .install
 ├── AuthenticationError (PermissionError)  no key, a wrong key, or not allowed
-├── LedgerError (OSError)             the ledger could not be read or written; nothing was created
+├── LedgerError (OSError)             the ledger could not be read or written; what was made then was ended again
 ├── SessionClosedError                the session has ended and takes no new work
 ├── CleanupError (ExceptionGroup)     some sandboxes could not be ended; each is still in the ledger
 └── SandboxError
     ├── SandboxNotFoundError (LookupError)     no sandbox with that id
     ├── SandboxGone                            it existed and has ended            .reason
+    ├── SandboxOwnedError (PermissionError)    it has another owner; take=True takes it
     ├── SandboxFailedError                     it could not be started             .reason
     ├── SandboxUnavailableError (ConnectionError)   the provider or the way to it failed; retryable
     │   └── RateLimitError                     the provider asked to slow down     .retry_after_seconds
@@ -44,6 +45,8 @@ class LowtideError(Exception):
     """Root of the tree."""
 
     retryable: bool = False
+    nothing_sent: bool = False
+    """Set by `lowtide.providers.base.nothing_sent`: the request that failed never left this process."""
 
     def __init__(
         self,
@@ -101,7 +104,7 @@ class AuthenticationError(LowtideError, PermissionError):
 
 
 class LedgerError(LowtideError, OSError):
-    """The ledger could not be read or written. Nothing was created because of it."""
+    """The ledger could not be read or written. Nothing is left because of it: what was made then was ended again."""
 
 
 class SessionClosedError(LowtideError):
@@ -122,6 +125,10 @@ class SandboxGone(SandboxError):
     def __init__(self, message: str, *, reason: str = "unknown", **context: Any) -> None:
         super().__init__(message, **context)
         self.reason = reason
+
+
+class SandboxOwnedError(SandboxError, PermissionError):
+    """It belongs to another process, which lives or cannot be seen from here. ``take=True`` takes it all the same."""
 
 
 class SandboxFailedError(SandboxError):

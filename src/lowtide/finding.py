@@ -67,7 +67,7 @@ def chosen(provider: str | Provider | None) -> Provider | None:
 
 async def find_all(wanted: Query, attach: Attach[S]) -> list[S]:
     """The union of what the ledger and the providers know, oldest first."""
-    from lowtide.lifecycle.protocol import lifecycle
+    from lowtide.lifecycle.leases import lifecycle
 
     gone = wanted.show_terminated or (wanted.state is not None and wanted.state.terminal)
     states = (*_OPEN, LeaseState.GONE) if gone else _OPEN
@@ -82,7 +82,7 @@ async def find_all(wanted: Query, attach: Attach[S]) -> list[S]:
 
 async def find_one(sandbox_id: str, provider: Provider | None, attach: Attach[S]) -> S:
     provider = provider or await _provider_of(sandbox_id)
-    from lowtide.lifecycle.protocol import lifecycle
+    from lowtide.lifecycle.leases import lifecycle
 
     lease = await lifecycle().lease_for(provider, sandbox_id)
     try:
@@ -95,7 +95,7 @@ async def find_one(sandbox_id: str, provider: Provider | None, attach: Attach[S]
 
 
 async def delete(sandbox_id: str, provider: Provider | None, missing_ok: bool) -> None:
-    from lowtide.lifecycle.protocol import lifecycle
+    from lowtide.lifecycle.leases import lifecycle
 
     provider = provider or await _provider_of(sandbox_id)
     if not await lifecycle().destroy(provider, sandbox_id) and not missing_ok:
@@ -170,7 +170,7 @@ def _places(leases: Sequence[Lease]) -> list[Provider]:
 
 
 async def _provider_of(sandbox_id: str) -> Provider:
-    from lowtide.lifecycle.protocol import lifecycle
+    from lowtide.lifecycle.leases import lifecycle
 
     for lease in await lifecycle().leases():
         if lease.sandbox_id == sandbox_id:

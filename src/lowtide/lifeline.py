@@ -24,7 +24,8 @@ from lowtide.providers.base import Provider, SandboxInfo, SandboxSpec, SandboxSt
 
 T = TypeVar("T")
 
-_ENDED = (Outcome.DESTROYED, Outcome.STOPPED, Outcome.ALREADY_GONE)
+ENDED = (Outcome.DESTROYED, Outcome.STOPPED, Outcome.ALREADY_GONE)
+"""After these there is nothing to run anything in."""
 
 
 class Lifeline:
@@ -49,12 +50,14 @@ class Lifeline:
         """Where commands start, once somebody had to know."""
         self.asked = False
         """Somebody called start: that counts at once, though the engine may take it up a moment later."""
+        self._found = info is not None
+        """Made by somebody else, or by an earlier call: then it is ended only if nobody else owns it."""
         self._given = provider
         self._provider = provider
         self._is_ready = False
         self._starting: asyncio.Task[None] | None = None
         self._readying: asyncio.Task[None] | None = None
-        self._generation = generation()
+        self._generation = self._born = generation()
 
     @property
     def provider_name(self) -> str:
@@ -88,6 +91,16 @@ class Lifeline:
                 registry.provider(chosen) if chosen is None or isinstance(chosen, str) else chosen
             )
         return self._provider
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process has it from its parent, through a fork: then it is the parent's."""
+        return self._born != generation()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether commands can run, as far as is known here."""
+        return self._is_ready
 
     async def accepted(self) -> None:
         """Start it if nobody has, and wait until the provider has taken it."""
@@ -138,7 +151,7 @@ class Lifeline:
 
     async def refresh(self) -> SandboxState:
         """Ask the provider what it is now."""
-        if self.report is not None and self.report.outcome in _ENDED:
+        if self.report is not None and self.report.outcome in ENDED:
             return SandboxState.GONE
         await self.accepted()
         assert self.info is not None
@@ -154,12 +167,17 @@ class Lifeline:
         grace_seconds: float = 10.0,
         failed: bool = False,
         snapshot_on_stop: bool = False,
+        force: bool = False,
     ) -> EndReport:
-        """End it, also while it is still being created. Never raises for gone; FAILED says why and may be tried again."""
-        from lowtide.lifecycle.protocol import lifecycle
+        """End it, also while it is still being created. Never raises for gone; FAILED says why and may be tried again.
 
-        if self._generation != generation():
-            self._settle_in_child()
+        What another process owns is left: the report says whose it is.
+        """
+        from lowtide.lifecycle.ending import Claim
+        from lowtide.lifecycle.leases import lifecycle
+
+        if self.inherited:
+            return self.left_to_parent()
         if not self.begun:
             return self._ended("it was never started")
         if self.lease is None and self._starting is not None:
@@ -176,7 +194,8 @@ class Lifeline:
                 grace_seconds=grace_seconds,
                 failed=failed,
                 snapshot_on_stop=snapshot_on_stop,
-                force=self.lease.state is LeaseState.KEPT,
+                force=force or (self._found and self.lease.state is LeaseState.KEPT),
+                claim=Claim.UNOWNED if self._found else Claim.OWN,
             )
             starting = self._starting
             if starting is None or starting.done():
@@ -191,8 +210,26 @@ class Lifeline:
         self._remember(report)
         return report
 
+    def left_to_parent(self) -> EndReport:
+        """What a forked child's end of its parent's sandbox comes to: nothing. Needs no loop and no lock."""
+        return EndReport(
+            outcome=Outcome.LEFT,
+            sandbox_id=self.sandbox_id,
+            provider=self.provider_name,
+            seconds=0.0,
+            why="it belongs to the process that this one was forked from",
+        )
+
+    async def adopt(self, *, session: str, take: bool) -> None:
+        """Make this process its owner. SandboxOwnedError unless nobody else is, or `take`."""
+        from lowtide.lifecycle.leases import lifecycle
+
+        provider, sandbox_id = await self.accepted_at()
+        self.lease = await lifecycle().adopt(provider, sandbox_id, session=session, take=take)
+        self._born, self.report, self.kept_until = generation(), None, None
+
     async def _create(self) -> None:
-        from lowtide.lifecycle.protocol import lifecycle
+        from lowtide.lifecycle.leases import lifecycle
 
         if self.session_closed:
             raise SessionClosedError("the session has ended and takes no new work")
@@ -214,7 +251,7 @@ class Lifeline:
 
     async def _destroy(self, provider: Provider, sandbox_id: str, snapshot_on_stop: bool) -> EndReport:
         """One that is in no ledger here: somebody named it, so it may be ended."""
-        from lowtide.lifecycle.protocol import lifecycle
+        from lowtide.lifecycle.leases import lifecycle
 
         began = asyncio.get_running_loop().time()
         snapshot_id = None
@@ -242,7 +279,7 @@ class Lifeline:
 
     def _remember(self, report: EndReport) -> None:
         """The first report that says it is over; what comes after only says that it was."""
-        over = self.report is not None and self.report.outcome in _ENDED
+        over = self.report is not None and self.report.outcome in ENDED
         if report.outcome is not Outcome.FAILED and not over:
             self.report = report
 
@@ -253,7 +290,7 @@ class Lifeline:
         return self.report
 
     def _check_open(self) -> None:
-        if self.report is not None and self.report.outcome in _ENDED:
+        if self.report is not None and self.report.outcome in ENDED:
             raise SandboxGone(
                 f"sandbox {self.sandbox_id or '(never started)'} has ended: {self.report.why or 'stopped'}",
                 reason="stopped",

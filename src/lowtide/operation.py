@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Coroutine, Generator, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
 
 from lowtide.errors import SandboxError, SandboxTimeoutError, ValidationError
@@ -32,6 +33,34 @@ def _count_fork() -> None:
 os.register_at_fork(after_in_child=_count_fork)
 
 
+class Audience:
+    """Who waits for a thing that must not outlive the last of them who gives up before anybody got it.
+
+    A waiter that is cancelled in the instant after the thing was there has not got it either.
+    """
+
+    def __init__(self, given_up: Callable[[], None]) -> None:
+        self._given_up = given_up
+        self._waiting: set[object] = set()
+        self._delivered = False
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Somebody waits; to leave this normally is to have got it."""
+        waiter = object()
+        self._waiting.add(waiter)
+        try:
+            yield
+            self._delivered = True
+        finally:
+            self._waiting.discard(waiter)
+
+    def leave(self) -> None:
+        """Somebody was cancelled, or has cancelled."""
+        if not self._waiting and not self._delivered:
+            self._given_up()
+
+
 class Operation(Generic[T_co]):
     """A call that is already under way on lowtide's own loop.
 
@@ -39,16 +68,26 @@ class Operation(Generic[T_co]):
     the waiting task cancels the operation. An operation that nobody waits for still happens.
     """
 
-    def __init__(self, future: concurrent.futures.Future[T_co]) -> None:
+    def __init__(self, future: concurrent.futures.Future[T_co], audience: Audience | None = None) -> None:
         self._future = future
+        self._audience = audience
         self._generation = _generation
 
     @classmethod
-    def start(cls, work: Coroutine[Any, Any, T]) -> Operation[T]:
-        """Start `work` on the engine's loop."""
+    def start(cls, work: Coroutine[Any, Any, T], *, audience: Audience | None = None) -> Operation[T]:
+        """Start `work` on the engine's loop; `audience` counts who waits for what it brings."""
         from lowtide.engine import engine
 
-        return Operation(engine().submit(work))
+        return Operation(engine().submit(work), audience)
+
+    @classmethod
+    def over(cls, value: T) -> Operation[T]:
+        """One that is done already, without the engine."""
+        import concurrent.futures
+
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        future.set_result(value)
+        return Operation(future)
 
     def result(self, timeout: float | None = None) -> T_co:
         """Wait and return what it came to, or raise what it raised.
@@ -58,7 +97,10 @@ class Operation(Generic[T_co]):
         """
         self._check_waitable()
         try:
-            return self._future.result(timeout)
+            if self._audience is None:
+                return self._future.result(timeout)
+            with self._audience.waiting():
+                return self._future.result(timeout)
         except TimeoutError:
             if self._future.done():
                 raise  # its own
@@ -80,13 +122,27 @@ class Operation(Generic[T_co]):
     def cancel(self) -> bool:
         """Ask it to end. False when it already has."""
         self._check_process()
-        return self._future.cancel()
+        cancelled = self._future.cancel()
+        if cancelled and self._audience is not None:
+            self._audience.leave()
+        return cancelled
 
     def __await__(self) -> Generator[Any, None, T_co]:
         import asyncio
 
         self._check_process()
-        return asyncio.wrap_future(self._future).__await__()
+        waiting = asyncio.wrap_future(self._future).__await__()
+        return waiting if self._audience is None else self._wait(waiting, self._audience)
+
+    def _wait(self, waiting: Generator[Any, None, T_co], audience: Audience) -> Generator[Any, None, T_co]:
+        import asyncio
+
+        try:
+            with audience.waiting():
+                return (yield from waiting)
+        except asyncio.CancelledError:
+            audience.leave()
+            raise
 
     def __repr__(self) -> str:
         if self._generation != _generation:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import builtins
 import sys
-from collections.abc import Awaitable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from lowtide import leaving, validate
 from lowtide.defaults import SandboxDefaults, SandboxOptions, resolve
-from lowtide.operation import Operation, generation
+from lowtide.operation import Audience, Operation
 from lowtide.sandbox_files import SandboxFiles
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Sandbox(SandboxFiles):
         if info is None:
             capabilities.check(settings)
         self._life = Lifeline(settings, provider=provider, info=info, lease=lease)
-        self._born = generation()
+        self._audience = Audience(self._end_unheld)
 
     @classmethod
     def _attached(cls, provider: Provider, info: SandboxInfo, lease: Lease | None) -> Self:
@@ -169,11 +169,11 @@ class Sandbox(SandboxFiles):
     @property
     def status(self) -> SandboxState | None:
         """What was last heard; None for an unstarted handle. `get_status` asks."""
-        from lowtide.lifecycle.lease import Outcome
+        from lowtide.lifeline import ENDED
         from lowtide.providers.base import SandboxState
 
         report, info = self._life.report, self._life.info
-        if report is not None and report.outcome is not Outcome.KEPT:
+        if report is not None and report.outcome in ENDED:
             return SandboxState.GONE
         if info is not None:
             return info.state
@@ -221,10 +221,13 @@ class Sandbox(SandboxFiles):
     # Starting, waiting, ending.
 
     def start(self) -> Operation[None]:
-        """Start it, if it is not yet. Done when the provider has accepted it."""
+        """Start it, if it is not yet. Done when the provider has accepted it.
+
+        Cancelling it, or the task that awaits it, ends the sandbox: nobody would be left who could.
+        """
         self._life.connect()
         self._life.asked = True
-        return Operation.start(self._life.accepted())
+        return self._starting(self._life.accepted())
 
     def wait(self, timeout: float | None = None) -> Self:
         """Block until commands can run. SandboxTimeoutError after `timeout` seconds; it goes on starting."""
@@ -255,8 +258,11 @@ class Sandbox(SandboxFiles):
 
         Any number of times, from any thread. One that is already gone is no error (`missing_ok` is
         accepted for those used to it). When it cannot be ended the error is raised, the lease stays in
-        the ledger and is tried again; so may you.
+        the ledger and is tried again; so may you. What another process owns (adopted, or the parent's
+        of a forked child), was released or is kept is left, and the report says so; `delete` ends that.
         """
+        if self._life.inherited:
+            return Operation.over(self._life.left_to_parent())
         if snapshot_on_stop and self._life.begun:
             self._require("SNAPSHOT", "snapshot_on_stop")
         return Operation.start(
@@ -408,7 +414,7 @@ class Sandbox(SandboxFiles):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._born != generation():
+        if self._life.inherited:
             return  # a forked child leaves its parent's block; the sandbox is the parent's
         leaving.leave(Operation.start(self._end(failed=leaving.is_failure(error))), error)
 
@@ -426,12 +432,12 @@ class Sandbox(SandboxFiles):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._born != generation():
+        if self._life.inherited:
             return
         await leaving.leave_async(Operation.start(self._end(failed=leaving.is_failure(error))), error)
 
     def __await__(self) -> Generator[Any, None, Self]:
-        """Wait until commands can run."""
+        """Wait until commands can run. Cancelling that before they can ends the sandbox."""
         return _then(self._operation(), self).__await__()
 
     def __repr__(self) -> str:
@@ -442,7 +448,14 @@ class Sandbox(SandboxFiles):
 
     def _operation(self) -> Operation[Any]:
         self._life.connect()
-        return Operation.start(self._life.ready())
+        return self._starting(self._life.ready())
+
+    def _starting(self, work: Coroutine[Any, Any, Any]) -> Operation[Any]:
+        """Whoever waits for it to start and gives up before anybody has got it leaves nobody to end it."""
+        return Operation.start(work, audience=None if self._life.is_ready else self._audience)
+
+    def _end_unheld(self) -> None:
+        Operation.start(self._life.end(grace_seconds=0.0, force=True))
 
     def _require(self, capability: str, argument: str) -> None:
         from lowtide import capabilities

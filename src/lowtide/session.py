@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from lowtide import leaving
 from lowtide.defaults import SandboxDefaults, SandboxOptions, explicit, resolve
-from lowtide.errors import CleanupError, LowtideError, SandboxError, SessionClosedError, ValidationError
+from lowtide.errors import (
+    CleanupError,
+    LowtideError,
+    SandboxError,
+    SandboxOwnedError,
+    SessionClosedError,
+    ValidationError,
+)
 from lowtide.lifecycle.lease import EndReport, new_lease_id
 from lowtide.operation import Operation, generation
 from lowtide.sandbox import Sandbox, in_event_loop
@@ -20,6 +28,8 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from lowtide.providers.base import Provider, SandboxState
+
+log = logging.getLogger("lowtide")
 
 
 class Session:
@@ -46,10 +56,12 @@ class Session:
         self._closed = False
         self._lock = threading.Lock()
         self._born = generation()
+        self._parents: builtins.list[Sandbox] = []
 
     @property
     def sandbox_count(self) -> int:
         """How many sandboxes end with this session."""
+        self._settle_in_child()
         return len(self._members)
 
     @property
@@ -73,8 +85,13 @@ class Session:
         status: str | SandboxState | None = None,
         show_terminated: bool = False,
         adopt: bool = False,
+        take: bool = False,
     ) -> Operation[builtins.list[Sandbox]]:
-        """`Sandbox.list` with this session's tags added; with `adopt`, what is found ends with this session."""
+        """`Sandbox.list` with this session's tags added.
+
+        With `adopt`: of these, what is orphaned, kept or released; it ends with this session from now
+        on. What another living process owns is left out and named in a warning, unless `take`.
+        """
         if adopt:
             self._check_open()
         finding = Sandbox.list(
@@ -83,21 +100,29 @@ class Session:
             status=status,
             show_terminated=show_terminated,
         )
-        return Operation.start(self._found(finding, adopt))
+        return Operation.start(self._found(finding, adopt, take))
 
     def from_id(
-        self, sandbox_id: str, *, adopt: bool = True, provider: str | Provider | None = None
+        self,
+        sandbox_id: str,
+        *,
+        adopt: bool = True,
+        take: bool = False,
+        provider: str | Provider | None = None,
     ) -> Operation[Sandbox]:
-        """`Sandbox.from_id`; unless `adopt` is false, it ends with this session."""
+        """`Sandbox.from_id`; unless `adopt` is false, it ends with this session. Raises as `adopt` does."""
         if adopt:
             self._check_open()
         chosen = provider if provider is not None else self.defaults.provider
-        return Operation.start(self._found_one(Sandbox.from_id(sandbox_id, provider=chosen), adopt))
+        return Operation.start(self._found_one(Sandbox.from_id(sandbox_id, provider=chosen), adopt, take))
 
-    def adopt(self, sandbox: Sandbox) -> Operation[None]:
+    def adopt(self, sandbox: Sandbox, *, take: bool = False) -> Operation[None]:
         """Its end is now this session's end: in the ledger, ownership moves here in one step.
 
-        Blocks in sync code. SandboxNotFoundError when it is gone.
+        For what is orphaned, kept, released or this process's own. SandboxOwnedError for what another
+        process owns that lives or cannot be seen from here; with `take` it is taken, and that process
+        lets go: it neither renews nor ends it any more. Blocks in sync code. SandboxNotFoundError when
+        it is gone.
         """
         self._check_open()
         if not isinstance(sandbox, Sandbox):
@@ -108,10 +133,11 @@ class Session:
             raise ValidationError(
                 "an unstarted sandbox cannot be adopted; start() it first", argument="sandbox"
             )
-        return _now(self._adopt(sandbox))
+        return _now(self._adopt(sandbox, take))
 
     def release(self, sandbox: Sandbox) -> Operation[None]:
         """It leaves this session and goes on living: nobody here ends it. Blocks in sync code."""
+        self._settle_in_child()
         if id(sandbox) not in self._members:
             raise ValidationError("that sandbox does not belong to this session", argument="sandbox")
         return _now(self._release(sandbox))
@@ -120,9 +146,10 @@ class Session:
         """End every sandbox of the session, in parallel, those still being created too.
 
         From now on it takes no new work. CleanupError names all that could not be ended; they stay
-        here and in the ledger, and `close` may be called again.
+        here and in the ledger, and `close` may be called again. What another process owns by now is left,
+        and so is, in a forked child, all that is its parent's; the reports say so.
         """
-        return Operation.start(self._close(failed=False))
+        return self._begin_close(failed=False)
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -131,9 +158,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._born != generation():
-            return  # a forked child leaves its parent's block
-        leaving.leave(Operation.start(self._close(failed=leaving.is_failure(error))), error)
+        leaving.leave(self._begin_close(failed=leaving.is_failure(error)), error)
 
     async def __aenter__(self) -> Self:
         self._check_open()
@@ -142,14 +167,29 @@ class Session:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._born != generation():
-            return
-        await leaving.leave_async(Operation.start(self._close(failed=leaving.is_failure(error))), error)
+        await leaving.leave_async(self._begin_close(failed=leaving.is_failure(error)), error)
 
     def __repr__(self) -> str:
         return f"<Session {self.session_id} {'closed' if self._closed else 'open'} sandboxes={self.sandbox_count}>"
 
+    def _settle_in_child(self) -> None:
+        """After a fork: the sandboxes are the parent's; what is made from here on is this process's."""
+        if self._born == generation():
+            return
+        self._born = generation()
+        self._lock = threading.Lock()  # the parent's may have been held in the instant of the fork
+        self._parents = list(self._members.values())
+        self._members = {}
+
+    def _begin_close(self, *, failed: bool) -> Operation[builtins.list[EndReport]]:
+        self._settle_in_child()
+        if self._parents and not self._members:
+            self._closed = True
+            return Operation.over([sandbox._life.left_to_parent() for sandbox in self._parents])
+        return Operation.start(self._close(failed=failed))
+
     def _check_open(self) -> None:
+        self._settle_in_child()
         if self._closed:
             raise SessionClosedError("the session has ended and takes no new work")
 
@@ -166,6 +206,8 @@ class Session:
     async def _close(self, *, failed: bool) -> builtins.list[EndReport]:
         with self._lock:
             self._closed = True
+            for key in [key for key, sandbox in self._members.items() if not self._has(sandbox)]:
+                del self._members[key]
             members = list(self._members.values())
             for sandbox in members:
                 sandbox._life.session_closed = True
@@ -173,6 +215,7 @@ class Session:
             *(self._end(sandbox, failed) for sandbox in members), return_exceptions=True
         )
         reports = [outcome for outcome in ended if isinstance(outcome, EndReport)]
+        reports += [sandbox._life.left_to_parent() for sandbox in self._parents]
         failures = [outcome for outcome in ended if isinstance(outcome, BaseException)]
         for failure in failures:
             if not isinstance(failure, Exception):
@@ -191,20 +234,23 @@ class Session:
         self._forget(sandbox)
         return report
 
-    async def _adopt(self, sandbox: Sandbox) -> None:
-        from lowtide.lifecycle.protocol import lifecycle
+    def _has(self, sandbox: Sandbox) -> bool:
+        """False once another session of this process has adopted it."""
+        return sandbox._life.session == self.session_id
 
+    async def _adopt(self, sandbox: Sandbox, take: bool) -> None:
         # Registered first: a close that comes in between ends it, and does not miss it.
+        before = sandbox._life.session
         self._register(sandbox)
         try:
-            provider, sandbox_id = await sandbox._life.accepted_at()
-            sandbox._life.lease = await lifecycle().adopt(provider, sandbox_id, session=self.session_id)
+            await sandbox._life.adopt(session=self.session_id, take=take)
         except BaseException:
             self._forget(sandbox)
+            sandbox._life.session = before
             raise
 
     async def _release(self, sandbox: Sandbox) -> None:
-        from lowtide.lifecycle.protocol import lifecycle
+        from lowtide.lifecycle.leases import lifecycle
 
         if sandbox._life.begun:
             await sandbox._life.accepted_at()
@@ -213,16 +259,27 @@ class Session:
         self._forget(sandbox)
         sandbox._life.session = None
 
-    async def _found(self, finding: Operation[builtins.list[Sandbox]], adopt: bool) -> builtins.list[Sandbox]:
+    async def _found(
+        self, finding: Operation[builtins.list[Sandbox]], adopt: bool, take: bool
+    ) -> builtins.list[Sandbox]:
         sandboxes = await finding
-        if adopt:
-            await asyncio.gather(*(self._adopt(sandbox) for sandbox in sandboxes))
-        return sandboxes
+        if not adopt:
+            return sandboxes
+        adopted = await asyncio.gather(*(self._adopt_if_unowned(sandbox, take) for sandbox in sandboxes))
+        return [sandbox for sandbox, is_ours in zip(sandboxes, adopted, strict=True) if is_ours]
 
-    async def _found_one(self, finding: Operation[Sandbox], adopt: bool) -> Sandbox:
+    async def _adopt_if_unowned(self, sandbox: Sandbox, take: bool) -> bool:
+        try:
+            await self._adopt(sandbox, take)
+        except SandboxOwnedError as error:
+            log.warning("not adopted: %s", error)
+            return False
+        return True
+
+    async def _found_one(self, finding: Operation[Sandbox], adopt: bool, take: bool) -> Sandbox:
         sandbox = await finding
         if adopt:
-            await self._adopt(sandbox)
+            await self._adopt(sandbox, take)
         return sandbox
 
 

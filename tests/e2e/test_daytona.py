@@ -29,7 +29,7 @@ from lowtide.errors import (
     ValidationError,
 )
 from lowtide.lifecycle.lease import LeaseState, Outcome
-from lowtide.lifecycle.protocol import lifecycle
+from lowtide.lifecycle.leases import lifecycle
 from lowtide.providers import registry
 from lowtide.providers.base import SandboxState
 from lowtide.providers.daytona import DaytonaProvider, looking

@@ -19,9 +19,9 @@ from lowtide.errors import (
     ValidationError,
 )
 from lowtide.lifecycle.lease import Keep, Lease, LeaseState, Outcome
+from lowtide.lifecycle.leases import Lifecycle
 from lowtide.lifecycle.ledger import SqliteLedger
 from lowtide.lifecycle.owner import Owner
-from lowtide.lifecycle.protocol import Lifecycle
 from lowtide.lifecycle.sweep import Action, sweep
 from lowtide.providers.base import Labels, SandboxSpec
 from lowtide.testing.faulty import FaultyProvider, FaultyService

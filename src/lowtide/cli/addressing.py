@@ -20,7 +20,7 @@ _SHORTEST = 4
 async def lease_named(text: str, provider: str | None = None, *, ended_too: bool = False) -> Lease | None:
     """The lease with that sandbox id or lease id, or the only one whose id starts or ends so."""
     from lowtide.lifecycle.lease import LeaseState
-    from lowtide.lifecycle.protocol import lifecycle
+    from lowtide.lifecycle.leases import lifecycle
 
     open_states = [state for state in LeaseState if state is not LeaseState.GONE]
     for states in (open_states, [LeaseState.GONE]) if ended_too else (open_states,):

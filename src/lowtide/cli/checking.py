@@ -78,7 +78,7 @@ def _print(findings: list[Finding]) -> None:
 
 def _own() -> Iterator[Finding]:
     from lowtide.cli.guarding import ask_guardian
-    from lowtide.lifecycle.protocol import lifecycle
+    from lowtide.lifecycle.leases import lifecycle
 
     yield Finding(
         about="lowtide",

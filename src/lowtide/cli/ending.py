@@ -12,8 +12,9 @@ from lowtide.cli.failures import exit_code, explain
 from lowtide.cli.text import clean, print_json
 from lowtide.defaults import default_provider
 from lowtide.errors import LowtideError, SandboxNotFoundError
+from lowtide.lifecycle.ending import Claim
 from lowtide.lifecycle.lease import EndReport, LeaseState, Outcome
-from lowtide.lifecycle.protocol import lifecycle
+from lowtide.lifecycle.leases import lifecycle
 from lowtide.operation import Operation
 from lowtide.providers import registry
 
@@ -31,6 +32,7 @@ async def stop_one(text: str, provider: str | None, *, grace_seconds: float, sna
         snapshot_on_stop=snapshot,
         deadline_seconds=grace_seconds + 60.0,
         force=lease.state is LeaseState.KEPT,
+        claim=Claim.ANY,
     )
 
 
@@ -43,7 +45,7 @@ async def remove_one(text: str, provider: str | None, *, missing_ok: bool) -> En
     if (
         lease is not None and is_open and lease.sandbox_id is None
     ):  # a create in flight, or one whose answer was lost
-        return await lifecycle().end(place, lease.lease_id, grace_seconds=0.0, force=True)
+        return await lifecycle().end(place, lease.lease_id, grace_seconds=0.0, force=True, claim=Claim.ANY)
     sandbox_id = (lease.sandbox_id if lease else None) or text
     ended = await lifecycle().destroy(place, sandbox_id)
     if not ended and not missing_ok and not is_open:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lowtide.engine import engine
 from lowtide.lifecycle.lease import LeaseState
-from lowtide.lifecycle.protocol import lifecycle
+from lowtide.lifecycle.leases import lifecycle
 from lowtide.machine import home
 from lowtide.providers.base import Labels, Provider
 

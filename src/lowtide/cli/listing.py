@@ -101,7 +101,7 @@ def _now(work: Coroutine[Any, Any, T]) -> T:
 
 async def _with_provider(name: str, tags: tuple[str, ...], states: list[LeaseState] | None) -> list[Row]:
     """The ledger's rows of that provider with what it says about them, and what it has besides."""
-    from lowtide.lifecycle.protocol import lifecycle
+    from lowtide.lifecycle.leases import lifecycle
     from lowtide.providers import registry
 
     leases = await lifecycle().leases(states=states, tags=tags, provider=name)

@@ -9,7 +9,7 @@ from lowtide.cli.text import duration, print_json, print_table
 from lowtide.defaults import default_provider
 from lowtide.engine import engine
 from lowtide.errors import LowtideError
-from lowtide.lifecycle.protocol import lifecycle
+from lowtide.lifecycle.leases import lifecycle
 from lowtide.lifecycle.sweep import Action, Finding, sweep
 from lowtide.providers import registry
 from lowtide.providers.base import Provider

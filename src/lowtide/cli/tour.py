@@ -22,7 +22,7 @@ from lowtide.defaults import default_provider
 from lowtide.engine import engine
 from lowtide.errors import LowtideError, SandboxFailedError
 from lowtide.lifecycle.lease import LeaseState
-from lowtide.lifecycle.protocol import lifecycle
+from lowtide.lifecycle.leases import lifecycle
 from lowtide.machine import home
 from lowtide.operation import results
 from lowtide.providers import registry

@@ -1,25 +1,30 @@
 """Ending one lease: the same steps whoever does it, the owner, the guardian or a sweep.
 
 claim the row (ENDING) -> find what a lost create may have made -> destroy -> confirm (GONE).
-A row only becomes GONE after the provider has confirmed; every failure leaves it where it is.
+The claim compares the owner and the state and sets them in one step: what has got another owner, or is
+kept or released, is left. A row only becomes GONE after the provider has confirmed; every failure
+leaves it where it is.
 """
 
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from datetime import datetime
 from typing import TypeVar
 
-from lowtide.errors import LowtideError, RateLimitError, SandboxGone, SandboxNotFoundError
+from lowtide.errors import LedgerError, LowtideError, RateLimitError, SandboxGone, SandboxNotFoundError
 from lowtide.lifecycle import keep
+from lowtide.lifecycle.clock import Instant
+from lowtide.lifecycle.held import Held
 from lowtide.lifecycle.keep import Decision, Fate
 from lowtide.lifecycle.lease import EndReport, Lease, LeaseState, Outcome
-from lowtide.lifecycle.ledger import OPEN_STATES, Ledger
-from lowtide.lifecycle.owner import Owner
+from lowtide.lifecycle.ledger import Ledger
+from lowtide.lifecycle.owner import Owner, Standing
 from lowtide.lifecycle.points import point
 from lowtide.providers.base import Provider, Recovery, Renews, SandboxSpec, Snapshots, Stops
 
@@ -27,7 +32,49 @@ log = logging.getLogger("lowtide.lifecycle")
 
 T = TypeVar("T")
 
-ENDABLE = OPEN_STATES
+OWNED = frozenset({LeaseState.INTENDED, LeaseState.LIVE, LeaseState.ENDING})
+"""The states in which a lease belongs to its owner. One that is kept or released is nobody's."""
+
+
+class Claim(enum.Enum):
+    """Which leases an end may touch."""
+
+    OWN = "own"  # those of this process: stop, close, exit, signals
+    UNOWNED = "unowned"  # and those that nobody owns any more: kept, released, orphaned
+    ANY = "any"  # whichever: somebody named it
+
+
+def may_claim(lease: Lease, provider: Provider, claim: Claim, me: Owner) -> bool:
+    """Whether that lease may be ended under this claim, by what its row says now."""
+    if lease.state is LeaseState.GONE:
+        return False
+    if claim is Claim.ANY or (lease.state in OWNED and lease.owner == me):
+        return True
+    if claim is Claim.OWN:
+        return False
+    return lease.state not in OWNED or is_dead(lease.owner.verdict().standing, provider)
+
+
+def is_dead(standing: Standing, provider: Provider) -> bool:
+    """Proven. A restart of the machine is the end of its processes, but a hosted sandbox may be a clone's by now."""
+    if standing is Standing.RESTARTED:
+        return not provider.traits.outlives_machine
+    return standing is Standing.DEAD
+
+
+def let_be(row: Lease | None, provider: Provider) -> EndReport:
+    """The report of an end that touches nothing: it is over already, or it is not ours to end."""
+    outcome, why = Outcome.LEFT, ""
+    if row is None or row.state is LeaseState.GONE:
+        outcome, why = Outcome.ALREADY_GONE, "it had already ended"
+    elif row.state is LeaseState.KEPT:
+        outcome, why = Outcome.KEPT, f"it is kept; end it with Sandbox.delete({row.sandbox_id!r})"
+    elif row.state is LeaseState.HANDED_OVER:
+        why = f"it was released; end it with Sandbox.delete({row.sandbox_id!r})"
+    else:
+        why = f"it belongs to process {row.owner.pid} on {row.owner.host}"
+    sandbox_id = row.sandbox_id if row is not None else None
+    return EndReport(outcome=outcome, sandbox_id=sandbox_id, provider=provider.name, seconds=0.0, why=why)
 
 
 async def end_lease(
@@ -37,6 +84,7 @@ async def end_lease(
     *,
     owner: Owner | None,
     decision: Decision,
+    states: Collection[LeaseState] | None = None,
     grace_seconds: float = 0.0,
     deadline_seconds: float = 60.0,
     snapshot_name: str | None = None,
@@ -45,8 +93,9 @@ async def end_lease(
 ) -> EndReport:
     """End `lease` as decided. Never raises for a provider's fault: the report says what happened.
 
-    `owner` guards the row: when it has another owner by now (adopted), nothing is touched. `spec` is
-    the create call where it is still known; what the row remembers of it does otherwise.
+    `owner` and `states` guard the row: when it has another owner by now (adopted), or is in another
+    state (kept, released), nothing is touched. Without `states`: those that `lease` was seen in.
+    `spec` is the create call where it is still known; what the row remembers of it does otherwise.
     `answered`: the provider has refused the create, so one empty look-up is proof.
     """
     started = time.monotonic()
@@ -57,29 +106,35 @@ async def end_lease(
     def done(outcome: Outcome, why: str, **more: object) -> EndReport:
         return replace(report, outcome=outcome, why=why, seconds=time.monotonic() - started, **more)  # type: ignore[arg-type]
 
+    guarded = states if states is not None else OWNED if lease.state in OWNED else {lease.state}
     try:
         async with asyncio.timeout(deadline_seconds):
             if decision.fate is not Fate.DESTROY and lease.sandbox_id is not None:
-                kept = await _leave(ledger, provider, lease, owner, decision)
+                kept = await _leave(ledger, provider, lease, owner, guarded, decision)
                 if kept is not None:
                     return done(kept, decision.why)
             point("end:before-claim")
-            # Without an owner to guard it this is somebody's explicit wish, and ends a released one too.
-            before = ENDABLE if owner is not None else ENDABLE | {LeaseState.HANDED_OVER}
             claimed = await ledger.change(
-                lease.lease_id, LeaseState.ENDING, before=before, owned_by=owner, why=decision.why
+                lease.lease_id,
+                LeaseState.ENDING,
+                before=guarded,
+                owned_by=owner,
+                why=decision.why,
+                **_request_ended(lease),
             )
             if claimed is None:
-                now = await ledger.get(lease.lease_id)
-                if now is None or now.state is LeaseState.GONE:
-                    return done(Outcome.ALREADY_GONE, "it had already ended")
-                if now.state is LeaseState.HANDED_OVER:
-                    return done(Outcome.KEPT, "it was released")
-                return done(Outcome.KEPT, f"it now belongs to process {now.owner.pid} on {now.owner.host}")
-            lease = claimed
+                return replace(
+                    let_be(await ledger.get(lease.lease_id), provider), seconds=time.monotonic() - started
+                )
+            known, lease = lease.sandbox_id, claimed
             point("end:claimed")
-            sandbox_id = claimed.sandbox_id or await _recover(
-                ledger, provider, claimed, spec or recovery_spec(claimed), answered=answered
+            # The id is in the row, or only in memory yet: the row could not be written when it came.
+            sandbox_id = (
+                claimed.sandbox_id
+                or known
+                or await _recover(
+                    ledger, provider, claimed, spec or recovery_spec(claimed), answered=answered
+                )
             )
             if sandbox_id is None:
                 await ledger.change(
@@ -96,9 +151,8 @@ async def end_lease(
             ended_now = await _destroy(provider, sandbox_id, grace_seconds)
             point("end:destroyed")
             why = "destroyed" if ended_now else "was already gone"
-            await ledger.change(
-                lease.lease_id, LeaseState.GONE, before=ENDABLE | {LeaseState.HANDED_OVER}, why=why
-            )
+            before = frozenset(LeaseState) - {LeaseState.GONE}
+            await ledger.change(lease.lease_id, LeaseState.GONE, before=before, why=why)
             point("end:gone")
             log.info("lease %s (%s %s): %s", lease.lease_id, provider.name, sandbox_id, why)
             outcome = Outcome.DESTROYED if ended_now else Outcome.ALREADY_GONE
@@ -130,20 +184,74 @@ async def end_lease(
     return done(Outcome.FAILED, text, error=failure)
 
 
+async def end_without_row(
+    ledger: Ledger, held: Held, decision: Decision, *, grace_seconds: float, deadline_seconds: float
+) -> EndReport:
+    """End what this process owns although the ledger cannot be written. The row is settled once it can be.
+
+    What the ledger still shows counts: one that has another owner by now is left.
+    """
+    started = time.monotonic()
+    lease, provider = held.lease, held.provider
+    report = EndReport(
+        outcome=Outcome.FAILED, sandbox_id=lease.sandbox_id, provider=provider.name, seconds=0.0
+    )
+    try:
+        async with asyncio.timeout(deadline_seconds):
+            try:
+                row = await ledger.get(lease.lease_id)
+                if row is not None and not may_claim(row, provider, Claim.OWN, lease.owner):
+                    return let_be(row, provider)
+            except LedgerError as error:  # not even read: then what this process knows has to do
+                log.warning("lease %s: %s", lease.lease_id, error)
+            sandbox_id = lease.sandbox_id or await _recover(
+                ledger, provider, lease, held.spec or recovery_spec(lease), answered=False
+            )
+            ended = sandbox_id is not None and await _destroy(provider, sandbox_id, grace_seconds)
+    except (LowtideError, OSError) as error:
+        why = str(error) or f"not confirmed within {deadline_seconds:g} s"
+        return replace(report, why=why, error=error, seconds=time.monotonic() - started)
+    log.warning("lease %s (%s %s): ended without its row", lease.lease_id, provider.name, sandbox_id)
+    return replace(
+        report,
+        outcome=Outcome.DESTROYED if ended else Outcome.ALREADY_GONE,
+        sandbox_id=sandbox_id,
+        why=decision.why,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _request_ended(lease: Lease) -> dict[str, Instant]:
+    """For a create whose answer is not known: when its request ended, or that it has by now."""
+    if lease.sandbox_id is not None:
+        return {}
+    known = lease.request_ended
+    return {"request_ended": known if known is not None and known.elapsed() is not None else Instant.now()}
+
+
 async def _recover(
     ledger: Ledger, provider: Provider, lease: Lease, spec: SandboxSpec, *, answered: bool
 ) -> str | None:
-    """The id of what a create with a lost answer made; None once it has surely made nothing."""
+    """The id of what a create with a lost answer made; None once it has surely made nothing.
+
+    What was asked for may appear for as long as the create window after the request has ended.
+    """
     delay = 0.05
+    ended = _request_ended(lease).get("request_ended") or Instant.now()
     while True:
         found = await _patiently(f"looking for {lease.lease_id}", lambda: provider.find(spec))
         if found is not None:
-            await ledger.note(lease.lease_id, f"found {found.sandbox_id} again", sandbox_id=found.sandbox_id)
+            try:
+                await ledger.note(
+                    lease.lease_id, f"found {found.sandbox_id} again", sandbox_id=found.sandbox_id
+                )
+            except LedgerError as error:  # it is known here, and that is enough to end it
+                log.warning("lease %s: %s", lease.lease_id, error)
             return found.sandbox_id
         if answered or provider.traits.recovery is Recovery.REPLAY:
             return None
-        left = lease.created_at + provider.traits.create_window_seconds - time.time()
-        if left <= 0 or left > provider.traits.create_window_seconds + 5:  # the clock was set back
+        left = provider.traits.create_window_seconds - (ended.elapsed() or 0.0)
+        if left <= 0:
             return None
         await asyncio.sleep(min(delay, left + 0.01))
         delay = min(delay * 1.6, 5.0)
@@ -177,7 +285,12 @@ async def _patiently(what: str, call: Callable[[], Awaitable[T]]) -> T:
 
 
 async def _leave(
-    ledger: Ledger, provider: Provider, lease: Lease, owner: Owner | None, decision: Decision
+    ledger: Ledger,
+    provider: Provider,
+    lease: Lease,
+    owner: Owner | None,
+    guarded: Collection[LeaseState],
+    decision: Decision,
 ) -> Outcome | None:
     """Keep or stop it. None when it turned out to be gone, so that the normal end settles the row."""
     sandbox_id = lease.sandbox_id
@@ -197,7 +310,7 @@ async def _leave(
     changed = await ledger.change(
         lease.lease_id,
         LeaseState.KEPT,
-        before=ENDABLE,
+        before=guarded,
         owned_by=owner,
         why=decision.why,
         kept_until=until,

@@ -24,6 +24,7 @@ from typing import Any
 
 from lowtide.errors import LowtideError
 from lowtide.lifecycle import keep
+from lowtide.lifecycle.clock import Instant
 from lowtide.lifecycle.ending import end_lease, extend
 from lowtide.lifecycle.guardian_link import SOCKET, DirectoryAddress
 from lowtide.lifecycle.keep import Decision, Fate
@@ -220,9 +221,9 @@ class Guardian:
             elif lease.state is LeaseState.ENDING and lease.attempts:
                 # The owner lives, but could not end it: it is tried again until it succeeds.
                 self._end(lease, Decision(Fate.DESTROY, lease.reason or "its lease ended"), lease.owner)
-            elif lease.max_lifetime_at is not None and lease.max_lifetime_at < now - 1.0:
+            elif (left := lease.life_left()) is not None and left < -1.0:
                 self._end(lease, Decision(Fate.DESTROY, "its maximum lifetime is over"), lease.owner)
-            elif lease.state is LeaseState.LIVE and lease.renewal_due(now, 2 / 3):
+            elif lease.state is LeaseState.LIVE and lease.renewal_due(2 / 3):
                 _keep_alive(asyncio.ensure_future(self._renew(lease)))
 
     async def _renew(self, lease: Lease) -> None:
@@ -232,8 +233,9 @@ class Guardian:
         try:
             provider = self.workers.light(lease)
             if provider is not None:
+                asked = Instant.now()
                 until = await extend(provider, lease.sandbox_id, renewal_seconds(lease))
-                await self.ledger.note(lease.lease_id, "", expires_at=until)
+                await self.ledger.note(lease.lease_id, "", expires_at=until, renewed=asked)
             else:
                 await self.workers.renew(lease)
         except Exception as error:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from lowtide.lifecycle.clock import Instant
 from lowtide.lifecycle.owner import Owner
 
 if TYPE_CHECKING:
@@ -76,11 +77,28 @@ class Lease:
     recovery: Mapping[str, Any] = field(default_factory=dict)
     """What finding a lost create needs (image, options by value). Never a secret, never the environment."""
 
-    def renewal_due(self, now: float, share: float) -> bool:
+    began: Instant | None = None
+    """When it was made, on the machine's own clock."""
+    renewed: Instant | None = None
+    """When the provider was last told to let it live, on the machine's own clock."""
+    request_ended: Instant | None = None
+    """When a create without an answer was over: from then on the create window runs."""
+
+    def renewal_due(self, share: float) -> bool:
         """Whether less than `share` of the renewable lifetime is left."""
         if self.lifetime_seconds is None:
             return False
-        return (self.expires_at or 0.0) - now < self.lifetime_seconds * share
+        since = self.renewed.elapsed() if self.renewed is not None else None
+        return since is None or self.lifetime_seconds - since < self.lifetime_seconds * share
+
+    def life_left(self) -> float | None:
+        """The seconds until the end the user set; None where none was set."""
+        if self.max_lifetime_at is None:
+            return None
+        age = self.began.elapsed() if self.began is not None else None
+        if age is None:  # from before a restart, or from another machine: only the wall clock can tell
+            return self.max_lifetime_at - time.time()
+        return self.max_lifetime_at - self.created_at - age
 
     @property
     def labels(self) -> Labels:
@@ -102,9 +120,8 @@ LEASE_SECONDS = 300.0
 def renewal_seconds(lease: Lease) -> float:
     """How long the next renewal asks for: the lease's own step, but never past the end the user set."""
     step = lease.lifetime_seconds or LEASE_SECONDS
-    if lease.max_lifetime_at is not None:
-        step = min(step, max(1.0, lease.max_lifetime_at - time.time()))
-    return step
+    left = lease.life_left()
+    return step if left is None else min(step, max(1.0, left))
 
 
 class Outcome(enum.StrEnum):
@@ -113,6 +130,7 @@ class Outcome(enum.StrEnum):
     DESTROYED = "destroyed"
     STOPPED = "stopped"
     KEPT = "kept"
+    LEFT = "left"  # nothing was done: it is another process's, or was released
     ALREADY_GONE = "already_gone"
     FAILED = "failed"
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from lowtide import machine
+from lowtide.lifecycle.clock import Instant
 from lowtide.lifecycle.lease import Keep, Lease, LeaseState
 from lowtide.lifecycle.owner import Owner
 
@@ -20,7 +21,7 @@ CREATE TABLE IF NOT EXISTS lease (
   expires_at REAL, max_lifetime_at REAL, lifetime_seconds REAL, kept_until REAL, attempts INTEGER NOT NULL,
   reason TEXT, recovery TEXT NOT NULL, changed_at REAL NOT NULL,
   machine_id TEXT NOT NULL DEFAULT '', namespace TEXT NOT NULL DEFAULT '', image TEXT NOT NULL DEFAULT '',
-  life TEXT NOT NULL DEFAULT ''
+  life TEXT NOT NULL DEFAULT '', began TEXT, renewed TEXT, request_ended TEXT
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS lease_open ON lease (state) WHERE state NOT IN ('gone', 'handed-over');
 CREATE INDEX IF NOT EXISTS lease_sandbox ON lease (sandbox_id, provider);
@@ -56,20 +57,29 @@ _COLUMNS = [
     "namespace",
     "image",
     "life",
+    "began",
+    "renewed",
+    "request_ended",
 ]
+_INSTANTS = ("began", "renewed", "request_ended")
 _OWNER = ("host", "boot_id", "pid", "start_time", "machine_id", "namespace", "image", "life")
 OWNER_COLUMNS = ", ".join(_OWNER)
 INSERT = f"INSERT INTO lease ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
 SELECT = f"SELECT {', '.join(_COLUMNS)} FROM lease"
-VERSION = "2"
+VERSION = "3"
 
+_ADDED = {
+    "2": [f"{name} TEXT NOT NULL DEFAULT ''" for name in ("machine_id", "namespace", "image", "life")],
+    "3": [f"{name} TEXT" for name in _INSTANTS],
+}
 UPGRADES = {
-    "1": (
-        "ALTER TABLE lease ADD COLUMN machine_id TEXT NOT NULL DEFAULT ''",
-        "ALTER TABLE lease ADD COLUMN namespace TEXT NOT NULL DEFAULT ''",
-        "ALTER TABLE lease ADD COLUMN image TEXT NOT NULL DEFAULT ''",
-        "ALTER TABLE lease ADD COLUMN life TEXT NOT NULL DEFAULT ''",
-    )
+    written: [
+        f"ALTER TABLE lease ADD COLUMN {column}"
+        for version, columns in _ADDED.items()
+        if version > written
+        for column in columns
+    ]
+    for written in ("1", "2")
 }
 """From each earlier version to this one: the statements that bring the tables along."""
 
@@ -80,7 +90,13 @@ def written(name: str, value: Any) -> Iterable[tuple[str, Any]]:
         return [(column, getattr(value, column)) for column in _OWNER]
     if name in ("tags", "recovery"):
         return ((name, json.dumps(value)),)
+    if name in _INSTANTS:
+        return ((name, _text(value)),)
     return ((name, str(value) if name in ("state", "keep") else value),)
+
+
+def _text(instant: Instant | None) -> str | None:
+    return str(instant) if instant is not None else None
 
 
 def to_row(lease: Lease) -> tuple[Any, ...]:
@@ -112,6 +128,7 @@ def to_row(lease: Lease) -> tuple[Any, ...]:
         owner.namespace,
         owner.image,
         owner.life,
+        *(_text(getattr(lease, name)) for name in _INSTANTS),
     )
 
 
@@ -121,6 +138,7 @@ def from_row(row: tuple[Any, ...], ledger_id: str) -> Lease:
     owner = to_owner([r.pop(column) for column in _OWNER])
     r["state"], r["keep"] = LeaseState(r["state"]), Keep(r["keep"])
     r["tags"], r["recovery"] = tuple(json.loads(r["tags"])), json.loads(r["recovery"])
+    r.update({name: Instant.read(r[name]) for name in _INSTANTS})
     return Lease(owner=owner, ledger_id=ledger_id, **r)
 
 

@@ -110,7 +110,7 @@ class _Sweep:
         )
         if report.outcome is Outcome.FAILED:
             return _finding(Action.FAILED, lease, report.why)
-        if report.outcome is Outcome.KEPT:
+        if report.outcome in (Outcome.KEPT, Outcome.LEFT):
             return _finding(Action.LEFT, lease, report.why)
         return _finding(Action.ENDED, lease, verdict.why)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import LowtideError
+from lowtide.lifecycle.clock import Instant
 from lowtide.lifecycle.ending import end_lease, extend
 from lowtide.lifecycle.keep import Decision, Fate
 from lowtide.lifecycle.lease import Lease, Outcome, renewal_seconds
@@ -220,11 +221,12 @@ async def _do(
         await ledger.note(lease.lease_id, f"cannot be ended from here: {refusal}")
         return {"outcome": Outcome.FAILED, "why": refusal, "error": refusal}
     if "renew" in job:
+        asked = Instant.now()
         try:
             until = await extend(provider, lease.sandbox_id or "", renewal_seconds(lease))
         except LowtideError as error:
             return {"error": str(error)}
-        await ledger.note(lease.lease_id, "", expires_at=until)
+        await ledger.note(lease.lease_id, "", expires_at=until, renewed=asked)
         return {}
     report = await end_lease(
         ledger,

@@ -16,10 +16,13 @@ natively implements the matching optional protocol below and declares nothing el
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+
+from lowtide.errors import LowtideError
 
 
 class Capability(enum.StrEnum):
@@ -251,6 +254,16 @@ class Url:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
+@contextmanager
+def nothing_sent() -> Iterator[None]:
+    """Around what `create` does before its first request: an error from here has made nothing."""
+    try:
+        yield
+    except LowtideError as error:
+        error.nothing_sent = True
+        raise
+
+
 class Provider(Protocol):
     """The primitives every provider has. Raises only `lowtide.errors`."""
 
@@ -277,7 +290,11 @@ class Provider(Protocol):
         ...
 
     async def create(self, spec: SandboxSpec) -> SandboxInfo:
-        """Returns when the provider has accepted and the id is known; with the same lease id twice, at most one exists."""
+        """Returns when the provider has accepted and the id is known; with the same lease id twice, at most one exists.
+
+        Whatever it raises, lowtide looks for what it may have made. Only what is raised inside
+        `nothing_sent` settles the lease without a look: there a provider prepares its request.
+        """
         ...
 
     async def find(self, spec: SandboxSpec) -> SandboxInfo | None:

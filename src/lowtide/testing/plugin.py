@@ -137,12 +137,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def _left_by_this_process(starts: list[tuple[float, str]]) -> list[str]:
     """One line per lease that this process holds. Asks nothing of a process that never made one."""
-    if "lowtide.lifecycle.protocol" not in sys.modules:
+    if "lowtide.lifecycle.leases" not in sys.modules:
         return []
     from lowtide.engine import engine, started
     from lowtide.lifecycle.lease import LeaseState
+    from lowtide.lifecycle.leases import lifecycle
     from lowtide.lifecycle.owner import Owner
-    from lowtide.lifecycle.protocol import lifecycle
 
     if not started():
         return []

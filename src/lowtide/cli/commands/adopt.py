@@ -12,18 +12,21 @@ from lowtide.cli.parameters import json_option, provider_option, seconds
 @click.option(
     "--keep-for", type=seconds, default=86_400.0, metavar="TIME", help="How long from now (default: 24h)."
 )
+@click.option("--take", is_flag=True, help="Also from an owner that lives; it lets go.")
 @json_option
 @click.argument("sandboxes", nargs=-1, required=True, metavar="ID…")
-def command(*, provider: str | None, keep_for: float, as_json: bool, sandboxes: tuple[str, ...]) -> None:
-    """Take the sandboxes ID… from their owners and keep them until a time, whoever exits or crashes.
+def command(
+    *, provider: str | None, keep_for: float, take: bool, as_json: bool, sandboxes: tuple[str, ...]
+) -> None:
+    """Keep the sandboxes ID… until a time, whoever exits or crashes.
 
-    A process of yours takes one over for good with `session.adopt(sandbox)`; `lowtide rm` deletes it earlier.
+    For what is orphaned, kept or released. What a living process owns is refused, unless --take takes it. A process of yours takes one over for good with `session.adopt(sandbox)`; `lowtide rm` deletes it earlier.
     """
     from lowtide.cli.adopting import adopt_and_keep
     from lowtide.cli.text import print_json, timestamp, until
     from lowtide.engine import engine
 
-    kept = [engine().run(adopt_and_keep(text, provider, keep_for)) for text in sandboxes]
+    kept = [engine().run(adopt_and_keep(text, provider, keep_for, take)) for text in sandboxes]
     if as_json:
         print_json(
             [

@@ -16,7 +16,7 @@ def command(*, sandbox: str, as_json: bool) -> None:
     from lowtide.cli.text import print_json, print_table, timestamp
     from lowtide.engine import engine
     from lowtide.errors import SandboxNotFoundError
-    from lowtide.lifecycle.protocol import lifecycle
+    from lowtide.lifecycle.leases import lifecycle
 
     lease = engine().run(lease_named(sandbox, ended_too=True))
     if lease is None:

@@ -1,4 +1,4 @@
-"""The lifecycle protocol, as the owner of sandboxes sees it: intend, create, end, adopt, release.
+"""The leases of this process: begin them, end them, and end all of them when the process leaves.
 
 One `Lifecycle` per process and ledger. All its coroutines run on the engine's loop, so its state
 needs no lock. What it promises holds whether the call returns, raises, is cancelled or is killed:
@@ -18,36 +18,34 @@ from typing import Any
 
 from lowtide import engine
 from lowtide.errors import (
-    AuthenticationError,
+    LedgerError,
     LowtideError,
-    MissingDependencyError,
     RateLimitError,
     RequestTimeoutError,
     SandboxGone,
     SandboxNotFoundError,
     SandboxUnavailableError,
-    ValidationError,
 )
-from lowtide.lifecycle import keep, signals
-from lowtide.lifecycle.ending import end_lease, extend
+from lowtide.lifecycle import adopt, keep, renew, retry, signals
+from lowtide.lifecycle.clock import Instant
+from lowtide.lifecycle.ending import Claim, end_lease, end_without_row, extend, let_be, may_claim
 from lowtide.lifecycle.guardian_link import GuardianLink
+from lowtide.lifecycle.held import Held
 from lowtide.lifecycle.keep import Decision, Fate
 from lowtide.lifecycle.lease import (
-    LEASE_SECONDS,
     EndReport,
     Keep,
     Lease,
     LeaseState,
     Outcome,
     new_lease_id,
-    renewal_seconds,
 )
 from lowtide.lifecycle.ledger import OPEN_STATES, Ledger, SqliteLedger
-from lowtide.lifecycle.lifetime import lease_seconds, with_lifetime
+from lowtide.lifecycle.lifetime import with_lifetime
 from lowtide.lifecycle.owner import Owner
 from lowtide.lifecycle.points import point
 from lowtide.machine import home
-from lowtide.providers.base import Labels, Provider, SandboxInfo, SandboxSpec
+from lowtide.providers.base import Provider, SandboxInfo, SandboxSpec
 
 log = logging.getLogger("lowtide.lifecycle")
 
@@ -56,18 +54,6 @@ END_SECONDS = 60.0
 
 EXIT_SECONDS = 30.0
 """The one deadline for everything that ends at exit; `LOWTIDE_EXIT_SECONDS` overrides it."""
-
-
-@dataclass(slots=True)
-class Held:
-    """A lease this process owns right now."""
-
-    provider: Provider
-    lease: Lease
-    spec: SandboxSpec | None = None
-    creating: asyncio.Task[SandboxInfo] | None = None
-    ending: asyncio.Task[EndReport] | None = None
-    report: EndReport | None = None
 
 
 @dataclass(slots=True)
@@ -106,27 +92,34 @@ class Lifecycle:
             keep=keep,
             keep_for_seconds=keep_for_seconds,
             created_at=now,
+            began=Instant.now(),
             max_lifetime_at=now + max_lifetime_seconds if max_lifetime_seconds is not None else None,
         )
+
+    # Beginning.
 
     async def create(self, provider: Provider, lease: Lease, spec: SandboxSpec) -> SandboxInfo:
         """Write the lease down, then create. Cancelling this, or any fault in it, leaves nothing behind."""
         lease, spec = with_lifetime(provider, keep.switched(lease), spec)
-        signals.install(self._end_everything, len(self.held) + 1)
-        if self.guardian is not None:
-            self.guardian.wanted(provider)
+        self.prepare(provider)
         held = self.held[lease.lease_id] = Held(provider, lease, spec)
-        held.creating = asyncio.ensure_future(self._create(held, spec))
-        self._look_after()
+        creating = held.creating = asyncio.ensure_future(self._create(held, spec))
+        self.look_after()
         try:
             # Shielded: when our caller is cancelled the request is already on its way. It is seen
             # through to its answer, and what it made is destroyed.
-            return await asyncio.shield(held.creating)
+            return await asyncio.shield(creating)
         except asyncio.CancelledError:
-            if held.creating.cancelled():  # not our caller: an end gave the request up
+            if creating.cancelled():  # not our caller: an end gave the request up
                 raise _ended_while_created(provider, lease.lease_id) from None
             self._in_background(self.end(provider, lease.lease_id, grace_seconds=0.0, force=True))
             raise
+
+    def prepare(self, provider: Provider) -> None:
+        """Before this process owns anything there: exit hook, signals and guardian."""
+        signals.install(self._end_everything, len(self.held) + 1)
+        if self.guardian is not None:
+            self.guardian.wanted(provider)
 
     async def _create(self, held: Held, spec: SandboxSpec) -> SandboxInfo:
         provider, lease = held.provider, held.lease
@@ -137,48 +130,80 @@ class Lifecycle:
             self.held.pop(lease.lease_id, None)
             raise
         point("create:intended")
+        asked = Instant.now()
         try:
             info = await provider.create(spec)
-        except (ValidationError, AuthenticationError, MissingDependencyError) as error:
-            # Refused before anything could be made.
-            await self.ledger.change(
-                lease.lease_id, LeaseState.GONE, before=OPEN_STATES, why=f"refused: {error}"
-            )
-            self.held.pop(lease.lease_id, None)
-            raise
         except BaseException as error:
-            # The answer is lost or says no: either way something may exist. Look, and end it.
-            if held.ending is None:
+            held.lease = replace(lease, request_ended=Instant.now())
+            if isinstance(error, LowtideError) and error.nothing_sent:
+                await self._never_asked(held, f"refused: {error}")
+            elif held.ending is None:
+                # The answer is lost or says no: either way something may exist. Look, and end it.
                 why = f"create failed: {str(error) or type(error).__name__}"
-                held.ending = asyncio.ensure_future(
-                    self._end_held(held, Decision(Fate.DESTROY, why), answered=_is_answer(error))
-                )
-                held.ending.add_done_callback(_look_at_failure)
+                decision = Decision(Fate.DESTROY, why)
+                self._start_end(held, decision, Claim.OWN, answered=_is_answer(error))
             raise
         point("create:answered")
-        live = await self.ledger.change(
-            lease.lease_id,
-            LeaseState.LIVE,
-            before={LeaseState.INTENDED},
-            owned_by=self.owner,
-            sandbox_id=info.sandbox_id,
-        )
+        try:
+            live = await self.ledger.change(
+                lease.lease_id,
+                LeaseState.LIVE,
+                before={LeaseState.INTENDED},
+                owned_by=self.owner,
+                sandbox_id=info.sandbox_id,
+                renewed=asked,
+            )
+        except LedgerError as error:
+            held.lease = replace(lease, sandbox_id=info.sandbox_id)
+            raise await self._made_but_not_written(held, error) from error
         point("create:live")
         if live is None:
             # Somebody ended the lease while the request was on its way. The loser destroys what it holds.
             held.lease = replace(lease, sandbox_id=info.sandbox_id)
-            await self.ledger.note(lease.lease_id, "created after its end", sandbox_id=info.sandbox_id)
-            await self._destroy_late(provider, info.sandbox_id)
+            await self._destroy_late(held, info.sandbox_id)
             raise _ended_while_created(provider, info.sandbox_id)
         held.lease = live
         log.info("lease %s (%s): live as %s", lease.lease_id, provider.name, info.sandbox_id)
         return info
 
-    async def _destroy_late(self, provider: Provider, sandbox_id: str) -> None:
+    async def _never_asked(self, held: Held, why: str) -> None:
+        """Settle the row of a create that failed before anything was sent."""
+        lease_id = held.lease.lease_id
         try:
-            await provider.destroy(sandbox_id)
+            await self.ledger.change(lease_id, LeaseState.GONE, before=OPEN_STATES, why=why)
+        except LedgerError as error:
+            log.warning("lease %s: %s", lease_id, error)
+            self._start_end(held, Decision(Fate.DESTROY, why), Claim.OWN, answered=True)
+            return
+        self.held.pop(lease_id, None)
+
+    async def _made_but_not_written(self, held: Held, error: LedgerError) -> LedgerError:
+        """The provider has made it, and its id cannot be written down: so it must not stay."""
+        held.creating = None  # it has its answer; the end has nothing to wait for
+        report = await asyncio.shield(
+            self._start_end(held, Decision(Fate.DESTROY, "its row could not be written"), Claim.OWN)
+        )
+        became = "was ended again"
+        if report.outcome is Outcome.FAILED:
+            became = f"could not be ended yet ({report.why}) and is tried again while this process lives"
+        return LedgerError(
+            f"{error}; sandbox {held.lease.sandbox_id}, which had just been made, {became}",
+            provider=held.provider.name,
+            sandbox_id=held.lease.sandbox_id,
+            retryable=error.retryable,
+        )
+
+    async def _destroy_late(self, held: Held, sandbox_id: str) -> None:
+        try:
+            await self.ledger.note(held.lease.lease_id, "created after its end", sandbox_id=sandbox_id)
+        except LedgerError as error:
+            log.warning("lease %s: %s", held.lease.lease_id, error)
+        try:
+            await held.provider.destroy(sandbox_id)
         except LowtideError as error:  # the row is ENDING and is tried again
-            log.warning("destroying %s %s: %s", provider.name, sandbox_id, error)
+            log.warning("destroying %s %s: %s", held.provider.name, sandbox_id, error)
+
+    # Ending.
 
     async def end(
         self,
@@ -190,9 +215,11 @@ class Lifecycle:
         snapshot_on_stop: bool = False,
         deadline_seconds: float | None = None,
         force: bool = False,
+        claim: Claim = Claim.OWN,
     ) -> EndReport:
         """End a lease: idempotent, shared by concurrent callers, bounded, silent when already gone.
 
+        `claim` says which leases may be ended at all: any other is left, and the report says whose it is.
         `failed` is what `keep="on-failure"` looks at; `force` ends it whatever the keep policy says.
         """
         if deadline_seconds is None:
@@ -200,54 +227,56 @@ class Lifecycle:
         held = self.held.get(lease_id)
         if held is None:
             lease = await self.ledger.get(lease_id)
-            if lease is None or lease.state is LeaseState.GONE:
-                sandbox_id = lease.sandbox_id if lease else None
-                return EndReport(
-                    outcome=Outcome.ALREADY_GONE,
-                    sandbox_id=sandbox_id,
-                    provider=provider.name,
-                    seconds=0.0,
-                    why="it had already ended",
-                )
+            if lease is None or not may_claim(lease, provider, claim, self.owner):
+                return let_be(lease, provider)
             held = Held(provider, lease)
-        if held.ending is None or (held.ending.done() and _may_try_again(held)):
+        elif claim is Claim.UNOWNED:
+            claim = Claim.OWN
+        if held.ending is None or (held.ending.done() and not held.over):
             decision = (
                 Decision(Fate.DESTROY, "ended on request")
                 if force or snapshot_on_stop
                 else keep.decide(held.lease, failed=failed)
             )
-            held.ending = asyncio.ensure_future(
-                self._end_held(
-                    held,
-                    decision,
-                    grace_seconds=grace_seconds,
-                    deadline_seconds=deadline_seconds,
-                    snapshot_name=f"snap-{lease_id}" if snapshot_on_stop else None,
-                )
+            self._start_end(
+                held,
+                decision,
+                claim,
+                grace_seconds=grace_seconds,
+                deadline_seconds=deadline_seconds,
+                snapshot_name=f"snap-{lease_id}" if snapshot_on_stop else None,
             )
+        assert held.ending is not None
         # Shielded: cancelling one caller must not leave the sandbox half ended for the others.
         return await asyncio.shield(held.ending)
 
-    async def _end_held(
+    def _start_end(self, held: Held, decision: Decision, claim: Claim, **how: Any) -> asyncio.Task[EndReport]:
+        held.ending = asyncio.ensure_future(self.end_held(held, decision, claim, **how))
+        held.ending.add_done_callback(_look_at_failure)
+        return held.ending
+
+    async def end_held(
         self,
         held: Held,
         decision: Decision,
+        claim: Claim,
         *,
         grace_seconds: float = 0.0,
         deadline_seconds: float = 60.0,
         snapshot_name: str | None = None,
         answered: bool = False,
     ) -> EndReport:
+        """One attempt. What fails while this process owns it is tried again for as long as it lives."""
         started = time.monotonic()
         creating = held.creating
-        if creating is not None and not creating.done() and creating is not asyncio.current_task():
-            await self._stop_creating(held, deadline_seconds / 2)
-        owner = held.lease.owner if held.lease.lease_id in self.held else None
+        if creating is not None and not creating.done():
+            await self._stop_creating(held, creating, deadline_seconds / 2)
         report = await end_lease(
             self.ledger,
             held.provider,
             held.lease,
-            owner=owner,
+            owner=None if claim is Claim.ANY else held.lease.owner,
+            states=frozenset(LeaseState) - {LeaseState.GONE} if claim is Claim.ANY else None,
             decision=decision,
             grace_seconds=grace_seconds,
             deadline_seconds=max(1.0, deadline_seconds - (time.monotonic() - started)),
@@ -255,24 +284,33 @@ class Lifecycle:
             spec=held.spec,
             answered=answered,
         )
+        mine = held.lease.lease_id in self.held
+        held.settled = True
+        if mine and isinstance(report.error, LedgerError) and decision.fate is Fate.DESTROY:
+            report = await end_without_row(
+                self.ledger, held, decision, grace_seconds=grace_seconds, deadline_seconds=deadline_seconds
+            )
+            held.settled = False
         held.report = report
-        if report.outcome is not Outcome.FAILED:
+        if held.over:
             self.held.pop(held.lease.lease_id, None)
+        elif mine:
+            self._in_background(retry.until_over(self, held, decision))
         return report
 
-    async def _stop_creating(self, held: Held, seconds: float) -> None:
+    async def _stop_creating(self, held: Held, creating: asyncio.Task[SandboxInfo], seconds: float) -> None:
         """See a create that is still on its way through to its answer, or give it up and recover."""
-        creating = held.creating
-        if creating is None:
-            return
         # From here on the creator loses the race for LIVE and destroys what it gets.
-        await self.ledger.change(
-            held.lease.lease_id,
-            LeaseState.ENDING,
-            before={LeaseState.INTENDED},
-            owned_by=held.lease.owner,
-            why="ended while being created",
-        )
+        try:
+            await self.ledger.change(
+                held.lease.lease_id,
+                LeaseState.ENDING,
+                before={LeaseState.INTENDED},
+                owned_by=held.lease.owner,
+                why="ended while being created",
+            )
+        except LedgerError as error:  # then it wins, and is ended by its id
+            log.warning("lease %s: %s", held.lease.lease_id, error)
         await asyncio.wait([creating], timeout=seconds)
         if not creating.done():
             creating.cancel()
@@ -280,61 +318,27 @@ class Lifecycle:
         if creating.done() and not creating.cancelled():
             creating.exception()  # seen: it is our own doing
 
-    async def adopt(self, provider: Provider, sandbox_id: str, *, session: str | None = None) -> Lease:
-        """Make this process the owner. In the ledger that is one step: there is always exactly one owner."""
-        signals.install(self._end_everything, len(self.held) + 1)
-        if self.guardian is not None:
-            self.guardian.wanted(provider)
-        info = await provider.get(sandbox_id)
-        row = await self.ledger.find(provider.name, provider.account, sandbox_id)
-        if row is not None and row.state is not LeaseState.GONE:
-            if row.lease_id in self.held:
-                await self.ledger.note(row.lease_id, "", session=session)
-                self.held[row.lease_id].lease = replace(self.held[row.lease_id].lease, session=session)
-                return self.held[row.lease_id].lease
-            lease = await self.ledger.change(
-                row.lease_id,
-                LeaseState.LIVE,
-                before={LeaseState.LIVE, LeaseState.KEPT, LeaseState.HANDED_OVER},
-                owned_by=row.owner,
-                why=f"adopted by process {self.owner.pid}",
-                **self._as_mine(provider, row, session),
-            )
-            if lease is None:
-                raise SandboxGone(
-                    f"sandbox {sandbox_id} is being ended by another process and cannot be adopted",
-                    provider=provider.name,
-                    sandbox_id=sandbox_id,
-                    reason="ended",
-                )
-        else:
-            lease = await self._write_down(provider, info, session)
-        held = self.held[lease.lease_id] = Held(provider, lease)
-        if lease.lifetime_seconds is not None:
-            await self._renew(held)
-        self._look_after()
-        return lease
+    async def destroy(self, provider: Provider, sandbox_id: str) -> bool:
+        """Destroy by id, whoever made it: the caller named it. True: ended now; False: was already gone."""
+        lease = await self.lease_for(provider, sandbox_id)
+        if lease is not None and lease.state is not LeaseState.GONE:
+            # By request of a person, also when another process owns it; that one finds it gone.
+            report = await self.end(provider, lease.lease_id, grace_seconds=0.0, force=True, claim=Claim.ANY)
+            if report.error is not None:
+                raise report.error
+            return report.outcome is Outcome.DESTROYED
+        try:
+            return await provider.destroy(sandbox_id)
+        except (SandboxNotFoundError, SandboxGone):
+            return False
 
-    def _as_mine(self, provider: Provider, row: Lease, session: str | None) -> dict[str, Any]:
-        return {
-            "owner": self.owner,
-            "session": session,
-            "kept_until": None,
-            "lifetime_seconds": row.lifetime_seconds or lease_seconds(provider),
-        }
+    # Handing over.
 
-    async def _write_down(self, provider: Provider, info: SandboxInfo, session: str | None) -> Lease:
-        """A row for a sandbox this ledger does not know: made elsewhere, or by other means."""
-        labels = Labels.from_dict(info.labels)
-        lease = replace(
-            self.new_lease(provider, tags=labels.tags if labels else (), session=session),
-            state=LeaseState.LIVE,
-            sandbox_id=info.sandbox_id,
-            lifetime_seconds=lease_seconds(provider),
-            reason=f"adopted by process {self.owner.pid}; it was not in this ledger",
-        )
-        await self.ledger.intend(lease)
-        return lease
+    async def adopt(
+        self, provider: Provider, sandbox_id: str, *, session: str | None = None, take: bool = False
+    ) -> Lease:
+        """Make this process the owner of what has none; with `take` also of what has one. See `adopt`."""
+        return await adopt.adopt(self, provider, sandbox_id, session=session, take=take)
 
     async def release(self, lease_id: str) -> None:
         """Give it up without ending it: nobody here ends it from now on."""
@@ -342,8 +346,8 @@ class Lifecycle:
         lease = await self.ledger.change(
             lease_id,
             LeaseState.HANDED_OVER,
-            before={LeaseState.LIVE, LeaseState.KEPT},
-            owned_by=held.lease.owner if held else None,
+            before={LeaseState.LIVE},
+            owned_by=self.owner,
             why=f"released by process {self.owner.pid}",
         )
         if lease is None:
@@ -352,29 +356,7 @@ class Lifecycle:
         if held is not None and lease.sandbox_id is not None and lease.lifetime_seconds is not None:
             await extend(held.provider, lease.sandbox_id, lease.keep_for_seconds)
 
-    async def destroy(self, provider: Provider, sandbox_id: str) -> bool:
-        """Destroy by id, whoever made it: the caller named it. True: ended now; False: was already gone."""
-        lease = await self.lease_for(provider, sandbox_id)
-        if lease is not None and lease.state is not LeaseState.GONE:
-            held = self.held.get(lease.lease_id)
-            if held is None:
-                # By request of a person, also when another process owns it; that one finds it gone.
-                report = await end_lease(
-                    self.ledger,
-                    provider,
-                    lease,
-                    owner=None,
-                    decision=Decision(Fate.DESTROY, "deleted by id"),
-                )
-            else:
-                report = await self.end(provider, lease.lease_id, grace_seconds=0.0, force=True)
-            if report.error is not None:
-                raise report.error
-            return report.outcome is Outcome.DESTROYED
-        try:
-            return await provider.destroy(sandbox_id)
-        except (SandboxNotFoundError, SandboxGone):
-            return False
+    # Reading.
 
     async def leases(
         self,
@@ -390,12 +372,13 @@ class Lifecycle:
 
     # What runs besides: leftovers of this very process, renewal, and the end of everything.
 
-    def _look_after(self) -> None:
+    def look_after(self) -> None:
+        """What is held from now on is renewed, and let go of when it gets another owner."""
         if not self._settled_earlier:
             self._settled_earlier = True
             self._in_background(self._end_what_exec_left())
         if self._renewing is None or self._renewing.done():
-            self._renewing = asyncio.ensure_future(self._renew_while_holding())
+            self._renewing = asyncio.ensure_future(renew.while_holding(self))
 
     async def _end_what_exec_left(self) -> None:
         """Leases of this process from before its exec. Those of a twin (a subinterpreter) are not ours to end."""
@@ -411,32 +394,6 @@ class Lifecycle:
                     owner=lease.owner,
                     decision=keep.decide(lease, failed=True),
                 )
-
-    async def _renew_while_holding(self) -> None:
-        """The second line: the guardian renews at a third of the lifetime, the owner at half if it did not."""
-        while any(held.lease.lifetime_seconds for held in self.held.values()):
-            shortest = min(h.lease.lifetime_seconds or LEASE_SECONDS for h in self.held.values())
-            await asyncio.sleep(shortest / 8)
-            for held in list(self.held.values()):
-                if held.lease.sandbox_id is None or held.ending is not None:
-                    continue
-                row = await self.ledger.get(held.lease.lease_id)
-                if row is None or row.state is not LeaseState.LIVE or row.owner != self.owner:
-                    continue
-                if row.renewal_due(time.time(), 1 / 2):
-                    await self._renew(held)
-
-    async def _renew(self, held: Held) -> None:
-        lease = held.lease
-        if lease.sandbox_id is None or lease.lifetime_seconds is None:
-            return
-        try:
-            until = await extend(held.provider, lease.sandbox_id, renewal_seconds(lease))
-        except LowtideError as error:
-            log.warning("lease %s (%s): renewal failed: %s", lease.lease_id, held.provider.name, error)
-            return
-        held.lease = replace(lease, expires_at=until)
-        await self.ledger.note(lease.lease_id, "", expires_at=until)
 
     async def _end_everything(self, *, failed: bool, seconds: float | None = None) -> list[EndReport]:
         """All leases this process holds, in parallel, under one deadline."""
@@ -488,11 +445,6 @@ def _is_answer(error: BaseException) -> bool:
 def _look_at_failure(task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and task.exception() is not None:
         log.warning("lifecycle: %s", task.exception())
-
-
-def _may_try_again(held: Held) -> bool:
-    """After an end that failed, or one that left the sandbox kept, the next end starts anew."""
-    return held.report is None or held.report.outcome in (Outcome.FAILED, Outcome.KEPT)
 
 
 _lifecycle: Lifecycle | None = None

@@ -1,0 +1,73 @@
+"""Renewal by the owner: the second line behind the guardian, and the place where it hears of a new owner."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lowtide.errors import LowtideError
+from lowtide.lifecycle.clock import Instant
+from lowtide.lifecycle.ending import extend
+from lowtide.lifecycle.held import Held
+from lowtide.lifecycle.lease import LEASE_SECONDS, Lease, LeaseState, renewal_seconds
+
+if TYPE_CHECKING:
+    from lowtide.lifecycle.leases import Lifecycle
+
+log = logging.getLogger("lowtide.lifecycle")
+
+SHARE = 1 / 2
+"""The guardian renews when a third of the lifetime has passed, the owner at half if it did not."""
+
+
+async def while_holding(life: Lifecycle) -> None:
+    """Look at every lease that is held, again and again, until none is."""
+    while life.held:
+        shortest = min(held.lease.lifetime_seconds or LEASE_SECONDS for held in life.held.values())
+        await asyncio.sleep(shortest / 8)
+        for held in list(life.held.values()):
+            if held.lease.sandbox_id is None or held.ending is not None:
+                continue
+            try:
+                await _look(life, held)
+            except LowtideError as error:  # the ledger: the provider-side lifetime is moved all the same
+                log.warning("lease %s: %s", held.lease.lease_id, error)
+                if held.lease.renewal_due(SHARE):
+                    await renew(life, held)
+
+
+async def _look(life: Lifecycle, held: Held) -> None:
+    row = await life.ledger.get(held.lease.lease_id)
+    if row is None or held.ending is not None:
+        return
+    if row.owner != life.owner or row.state is LeaseState.HANDED_OVER:
+        _let_go(life, row)
+    elif row.state is LeaseState.LIVE and row.renewal_due(SHARE):
+        await renew(life, held)
+
+
+def _let_go(life: Lifecycle, row: Lease) -> None:
+    life.held.pop(row.lease_id, None)
+    log.warning(
+        "sandbox %s (%s) belongs to process %d on %s now; this process neither renews nor ends it any more",
+        row.sandbox_id,
+        row.provider,
+        row.owner.pid,
+        row.owner.host,
+    )
+
+
+async def renew(life: Lifecycle, held: Held) -> None:
+    """Move the provider-side lifetime of one that is held."""
+    lease = held.lease
+    if lease.sandbox_id is None or lease.lifetime_seconds is None:
+        return
+    asked = Instant.now()
+    try:
+        until = await extend(held.provider, lease.sandbox_id, renewal_seconds(lease))
+        held.lease = replace(held.lease, expires_at=until, renewed=asked)
+        await life.ledger.note(lease.lease_id, "", expires_at=until, renewed=asked)
+    except LowtideError as error:
+        log.warning("lease %s (%s): renewal failed: %s", lease.lease_id, held.provider.name, error)
