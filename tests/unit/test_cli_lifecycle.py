@@ -87,7 +87,10 @@ def test_a_sweep_leaves_what_a_living_owner_holds_and_says_so(cli: Cli, owner: O
 
 def test_an_adopted_sandbox_survives_its_owner(cli: Cli, owner: Owner) -> None:  # noqa: F811
     first = owner.ids[0]
-    (kept,) = cli.json("adopt", "--keep-for", "1h", first)
+    refused = cli("adopt", first)
+    assert refused.returncode != 0
+    assert b"--take" in refused.stderr
+    (kept,) = cli.json("adopt", "--take", "--keep-for", "1h", first)
     assert kept["id"] == first
     owner.process.send_signal(signal.SIGINT)
     owner.process.wait(60)

@@ -42,6 +42,7 @@ EXPORTED = [
     "SandboxIsADirectoryError",
     "SandboxNotADirectoryError",
     "SandboxNotFoundError",
+    "SandboxOwnedError",
     "SandboxPermissionError",
     "SandboxState",
     "SandboxStatus",

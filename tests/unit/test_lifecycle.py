@@ -297,11 +297,13 @@ async def test_adopting_moves_the_ownership_and_the_old_owner_lets_go(
     other = Lifecycle(
         ledger=SqliteLedger(tmp_path / "ledger.db"), path=tmp_path, owner=replace(Owner.current(), pid=1)
     )
-    adopted = await other.adopt(provider, lease.lease_id, session="theirs")
+    adopted = await other.adopt(provider, lease.lease_id, session="theirs", take=True)
     assert adopted.owner == other.owner
-    report = await life.end(provider, lease.lease_id)
-    assert report.outcome is Outcome.KEPT
-    assert service.sandboxes() == [lease.lease_id]
+    for _ in range(2):
+        report = await life.end(provider, lease.lease_id)
+        assert report.outcome is Outcome.LEFT
+        assert str(other.owner.pid) in report.why
+        assert service.sandboxes() == [lease.lease_id]
     assert (await other.end(provider, lease.lease_id)).outcome is Outcome.DESTROYED
 
 
@@ -321,8 +323,9 @@ async def test_what_was_released_ends_only_on_an_explicit_wish(
     await life.release(lease.lease_id)
     assert await life._end_everything(failed=False) == []
     await sweep(life.ledger, {"faulty": provider})
+    assert (await life.end(provider, lease.lease_id)).outcome is Outcome.LEFT
     assert service.sandboxes() == [lease.lease_id]
-    assert (await life.end(provider, lease.lease_id)).outcome is Outcome.DESTROYED
+    assert await life.destroy(provider, lease.lease_id)
     assert service.sandboxes() == []
 
 

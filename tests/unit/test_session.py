@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
@@ -185,8 +186,10 @@ def test_adopting_moves_the_end_here_and_releasing_lets_it_live(service: FaultyS
         session.release(kept)
         with pytest.raises(ValidationError):
             session.release(kept)
+    assert kept.stop().result(60).outcome is Outcome.LEFT
+    assert kept.sandbox_id is not None
     assert service.sandboxes() == [kept.sandbox_id]
-    kept.stop().result(60)
+    Sandbox.delete(kept.sandbox_id, provider="faulty").result(60)
     assert service.sandboxes() == []
 
 
@@ -200,8 +203,10 @@ def test_a_session_finds_and_adopts_what_another_process_left(service: FaultySer
     assert other.stdout.readline() == "made\n"
     try:
         with Session(provider="faulty", tags=["left"]) as session:
-            (found,) = session.list(tags=["x"], adopt=True).result(60)
+            assert session.list(tags=["x"], adopt=True).result(60) == []  # its owner lives
+            (found,) = session.list(tags=["x"], adopt=True, take=True).result(60)
             assert found.owner is not None
+            assert found.owner.pid == os.getpid()
             assert found.exec(["echo", "hi"]).result(60).stdout == "hi\n"
             assert set(found.tags) == {"left", "x"}
         assert service.sandboxes() == []

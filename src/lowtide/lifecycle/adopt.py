@@ -93,7 +93,7 @@ async def _write_down(
 
 def _owned(provider: Provider, sandbox_id: str | None, whose: str) -> SandboxOwnedError:
     return SandboxOwnedError(
-        f"sandbox {sandbox_id} has an owner: {whose}; adopt(..., take=True) or `lowtide adopt --take` takes it",
+        f"sandbox {sandbox_id} is not free: {whose}; adopt(..., take=True) or `lowtide adopt --take` takes it",
         provider=provider.name,
         sandbox_id=sandbox_id,
     )

@@ -29,6 +29,8 @@ from urllib.parse import quote
 
 from lowtide.engine import children_take_signals
 from lowtide.errors import (
+    AuthenticationError,
+    MissingDependencyError,
     RateLimitError,
     SandboxFailedError,
     SandboxFileNotFoundError,
@@ -49,10 +51,11 @@ from lowtide.providers.base import (
     SandboxState,
     TerminalSize,
     Traits,
+    nothing_sent,
 )
 
 FAULTS = {
-    "create": "lose_answer hold_seconds commit_after_seconds refuse rate_limit fail die",
+    "create": "lose_answer hold_seconds commit_after_seconds refuse raises rate_limit fail die",
     "destroy": "fail hold_seconds rate_limit stuck die",
     "list": "lag_seconds fail hold_seconds",
     "get": "fail hold_seconds",
@@ -60,6 +63,13 @@ FAULTS = {
     "renew": "fail",
 }
 """What each call can be made to do; `FaultyService.fault` has the meanings."""
+
+_RAISED: dict[str, type[BaseException]] = {
+    "authentication": AuthenticationError,
+    "validation": ValidationError,
+    "dependency": MissingDependencyError,
+    "cancelled": asyncio.CancelledError,
+}
 
 
 class FaultyService:
@@ -69,6 +79,7 @@ class FaultyService:
         self.directory = Path(directory)
         (self.directory / "sandboxes").mkdir(parents=True, exist_ok=True)
         (self.directory / "faults").mkdir(exist_ok=True)
+        _now(self.directory)  # its clock begins
         self._before: str | None = None
 
     def __enter__(self) -> Self:
@@ -86,8 +97,9 @@ class FaultyService:
         """Make the next `times` calls of `call` go wrong.
 
         create: ``lose_answer`` (committed, then the connection drops), ``hold_seconds`` (answers late),
-        ``commit_after_seconds`` (drops the connection now, commits later), ``refuse`` (says no),
-        ``fail`` (error state), ``rate_limit`` (429, retry after that many seconds), ``die``
+        ``commit_after_seconds`` (drops the connection now, commits later; after ``hold_seconds``, if given),
+        ``refuse`` (says no before anything is sent), ``raises`` (commits, then raises that: one of
+        "authentication", "validation", "dependency", "cancelled"), ``fail`` (error state), ``rate_limit`` (429, retry after that many seconds), ``die``
         (kill -9 of the calling process: "before", "committed").
         destroy: ``fail``, ``hold_seconds``, ``rate_limit``, ``stuck`` (accepted, but it stays), ``die``.
         list: ``lag_seconds`` (what is younger is not shown). get, find, renew: ``fail``; find: ``blind``.
@@ -176,14 +188,16 @@ class FaultyProvider:
 
     async def create(self, spec: SandboxSpec) -> SandboxInfo:
         fault = self._next_fault("create")
-        if "refuse" in fault:
-            raise ValidationError("refused on demand", provider=self.name)
+        with nothing_sent():
+            if "refuse" in fault:
+                raise ValidationError("refused on demand", provider=self.name)
         if "rate_limit" in fault:
             raise RateLimitError(
                 "slow down", provider=self.name, retry_after_seconds=float(fault["rate_limit"])
             )
         _die_if(fault, "before")
         if "commit_after_seconds" in fault:
+            await asyncio.sleep(float(fault.get("hold_seconds", 0.0)))
             self._commit(spec, visible_from=_now(self._directory) + float(fault["commit_after_seconds"]))
             raise SandboxUnavailableError("the connection dropped", provider=self.name)
         info = self._commit(spec)
@@ -192,6 +206,8 @@ class FaultyProvider:
             await asyncio.sleep(float(fault["hold_seconds"]))
         if "lose_answer" in fault:
             raise SandboxUnavailableError("the connection dropped", provider=self.name)
+        if "raises" in fault:
+            raise _RAISED[fault["raises"]]("raised on demand")
         if "fail" in fault:
             raise SandboxFailedError(
                 "it went into the error state", provider=self.name, sandbox_id=info.sandbox_id
@@ -462,7 +478,14 @@ def _offset(directory: Path) -> float:
 
 
 def _now(directory: Path) -> float:
-    return time.time() + _offset(directory)
+    """The service's own clock: a step of the wall clock here is none there."""
+    path = directory / "epoch"
+    try:
+        epoch = float(path.read_text())
+    except (FileNotFoundError, ValueError):
+        epoch = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+        path.write_text(repr(epoch))
+    return epoch + time.clock_gettime(time.CLOCK_BOOTTIME) + _offset(directory)
 
 
 @contextlib.contextmanager

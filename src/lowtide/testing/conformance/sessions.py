@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from lowtide import Sandbox, SandboxDefaults, Session
-from lowtide.errors import SessionClosedError
+from lowtide.errors import SandboxOwnedError, SessionClosedError
 from lowtide.lifecycle.lease import Outcome
 from lowtide.providers.base import Provider
 from lowtide.testing.conformance.base import (
@@ -96,7 +96,9 @@ class SessionConformance(Conformance):
             session = Session(create_keywords(provider_under_test))
             found = Sandbox.list(tags=[tag], provider=provider_under_test.name).result(ANSWER_SECONDS)
             for box in found:
-                session.adopt(box)
+                with pytest.raises(SandboxOwnedError):  # its maker lives
+                    session.adopt(box)
+                session.adopt(box, take=True)
             assert session.sandbox_count == 1
         # Its maker has left, and it is not the maker's to end any more.
         assert not is_gone(provider, sandbox_id)
@@ -112,7 +114,7 @@ class SessionConformance(Conformance):
                 session.from_id(sandbox_id, adopt=False).result(ANSWER_SECONDS)
             assert not is_gone(provider, sandbox_id)
             with Session(create_keywords(provider_under_test)) as session:
-                session.from_id(sandbox_id).result(ANSWER_SECONDS)
+                session.from_id(sandbox_id, take=True).result(ANSWER_SECONDS)
             assert is_gone(provider, sandbox_id)
 
     def test_list_with_adopt(
@@ -120,7 +122,8 @@ class SessionConformance(Conformance):
     ) -> None:
         with other_process(provider_under_test, tag) as sandbox_id:
             with Session(create_keywords(provider_under_test)) as session:
-                session.list(tags=[tag], adopt=True).result(ANSWER_SECONDS)
+                assert session.list(tags=[tag], adopt=True).result(ANSWER_SECONDS) == []  # its maker lives
+                session.list(tags=[tag], adopt=True, take=True).result(ANSWER_SECONDS)
             assert is_gone(provider, sandbox_id)
 
     def test_a_released_sandbox_outlives_its_session(
@@ -130,8 +133,8 @@ class SessionConformance(Conformance):
             box = session.sandbox().wait(ANSWER_SECONDS)
             session.release(box)
         try:
+            assert box.stop().result(ANSWER_SECONDS).outcome is Outcome.LEFT
             assert not is_gone(provider, box.sandbox_id)
-            assert box.stop().result(ANSWER_SECONDS).outcome is Outcome.DESTROYED
         finally:
             assert box.sandbox_id is not None
             Sandbox.delete(box.sandbox_id, provider=provider.name, missing_ok=True).result(ANSWER_SECONDS)
