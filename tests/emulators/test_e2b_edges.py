@@ -162,3 +162,38 @@ async def test_many_sandboxes_at_once(options: dict[str, Any], e2b: Handle) -> N
 
     assert await asyncio.gather(*(one(n) for n in range(20))) == [str(n) for n in range(20)]
     assert [s for s in e2b.state()["sandboxes"]["e2b"] if s["metadata"].get("many")] == []
+
+
+def test_files_go_where_their_absolute_paths_say(create: Create) -> None:
+    sandbox = create()
+    written = sandbox.files.write_files(
+        [{"path": "/tmp/one.txt", "data": "1"}, {"path": "/tmp/in/two.txt", "data": "2"}]
+    )
+    assert [one.path for one in written] == ["/tmp/one.txt", "/tmp/in/two.txt"]
+    assert sandbox.files.read("/tmp/in/two.txt") == "2"
+    assert not sandbox.files.exists("/home/user/tmp")
+
+
+def test_directories_outside_the_home_are_made_and_handed_over(create: Create) -> None:
+    sandbox = create()
+    sandbox.files.make_dir("/workspace/deep")
+    sandbox.files.write("/data/in.txt", "x")
+    done = sandbox.commands.run(
+        "touch /workspace/deep/mine /data/mine && stat -c %U /workspace/deep /data/in.txt"
+    )
+    owner = sandbox.commands.run("id -un").stdout.strip()
+    assert done.stdout.split() == [owner, owner]
+
+
+def test_stdin_larger_than_a_mebibyte_arrives(create: Create) -> None:
+    sandbox = create()
+    waiting = sandbox.commands.run("wc -c", background=True, stdin=True)
+    sandbox.commands.send_stdin(waiting.pid, "x" * 3_000_000)
+    sandbox.commands.close_stdin(waiting.pid)
+    assert waiting.wait().stdout.strip() == "3000000"
+
+
+def test_the_templates_that_are_there_exist(options: dict[str, Any]) -> None:
+    options = {name: value for name, value in options.items() if name != "sandbox_url"}
+    assert sdk.Template.exists("base", **options)
+    assert not sdk.Template.exists("no-such-template", **options)

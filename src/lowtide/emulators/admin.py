@@ -13,11 +13,20 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from lowtide.emulators.faults import Fault
+from lowtide.emulators.request_check import json_object, whole_number
 from lowtide.errors import ValidationError
 
 if TYPE_CHECKING:
     from lowtide.emulators.ground import Ground
     from lowtide.emulators.web import Handler
+
+
+FARTHEST_SECONDS = 100 * 365 * 86_400.0
+"""How far one move of the clock may go: a century, so that every time stays one that can be written down."""
+
+
+def refused(request: web.Request, status: int, message: str) -> web.Response:
+    return web.json_response({"message": message}, status=status)
 
 
 def admin_app(ground: Ground) -> web.Application:
@@ -28,8 +37,8 @@ def admin_app(ground: Ground) -> web.Application:
             return web.json_response({"message": "the admin token is missing or wrong"}, status=401)
         try:
             return await handler(request)
-        except (ValidationError, ValueError, TypeError, KeyError) as error:
-            return web.json_response({"message": str(error)}, status=400)
+        except ValidationError as error:
+            return refused(request, 400, str(error))
 
     async def state(request: web.Request) -> web.Response:
         return web.json_response(
@@ -42,13 +51,20 @@ def admin_app(ground: Ground) -> web.Application:
         )
 
     async def clock(request: web.Request) -> web.Response:
-        seconds = float((await request.json())["advance_seconds"])
-        if seconds < 0:
-            raise ValidationError("the clock only moves forward", argument="advance_seconds")
+        seconds = (await json_object(request)).get("advance_seconds")
+        if (
+            isinstance(seconds, bool)
+            or not isinstance(seconds, int | float)
+            or not 0 <= seconds <= FARTHEST_SECONDS
+        ):
+            raise ValidationError(
+                f"advance_seconds is a number from 0 to {FARTHEST_SECONDS:g}: the clock only moves forward",
+                argument="advance_seconds",
+            )
         return web.json_response({"now": await ground.clock.advance(seconds)})
 
     async def add_fault(request: web.Request) -> web.Response:
-        fault = ground.faults.add(Fault.from_dict(await request.json()))
+        fault = ground.faults.add(Fault.from_dict(await json_object(request)))
         return web.json_response(fault.as_dict(), status=201)
 
     async def list_faults(request: web.Request) -> web.Response:
@@ -59,7 +75,8 @@ def admin_app(ground: Ground) -> web.Application:
         return web.Response(status=204)
 
     async def remove_fault(request: web.Request) -> web.Response:
-        return web.Response(status=204 if ground.faults.remove(int(request.match_info["id"])) else 404)
+        number = whole_number(request.match_info["id"])
+        return web.Response(status=204 if number is not None and ground.faults.remove(number) else 404)
 
     async def calls(request: web.Request) -> web.Response:
         return web.json_response(ground.requests.calls)

@@ -78,7 +78,7 @@ class Fault:
         if unknown:
             raise ValidationError(f"a fault has no {sorted(unknown)[0]!r}", argument="fault")
         try:
-            name = FaultName(given.get("name", ""))
+            name = FaultName(str(given.get("name", "")))
         except ValueError:
             known = ", ".join(FaultName)
             raise ValidationError(
@@ -87,14 +87,16 @@ class Fault:
         count, seconds, status = given.get("count", 1), given.get("seconds"), given.get("status")
         if not (count is None or (type(count) is int and count > 0)):
             raise ValidationError("count is a whole number above 0, or null", argument="count")
-        if not (seconds is None or (type(seconds) in (int, float) and seconds >= 0)):
-            raise ValidationError("seconds is a number, 0 or more", argument="seconds")
+        if not (seconds is None or (type(seconds) in (int, float) and 0 <= seconds <= 86_400)):
+            raise ValidationError("seconds is a number from 0 to 86400", argument="seconds")
         if not (status is None or (type(status) is int and 400 <= status <= 599)):
             raise ValidationError("status is an HTTP status from 400 to 599", argument="status")
         match = given.get("match") or {}
         if not (isinstance(match, dict) and all(isinstance(v, str) for pair in match.items() for v in pair)):
             raise ValidationError("match is an object of strings", argument="match")
         provider = given.get("provider")
+        if not (provider is None or isinstance(provider, str)):
+            raise ValidationError("provider is a name, or null", argument="provider")
         return cls(name=name, provider=provider, match=match, count=count, seconds=seconds, status=status)
 
 

@@ -7,24 +7,27 @@ import base64
 import contextlib
 import hmac
 import os
+import re
 from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
-from lowtide.emulators.admin import admin_app
+from lowtide.emulators.admin import admin_app, refused
 from lowtide.emulators.authority import Authority
+from lowtide.emulators.request_check import whole_number
 from lowtide.emulators.web import HttpServer
 
 if TYPE_CHECKING:
     from lowtide.emulators.ground import Ground
 
 _LONGEST_HEAD = 16_384
+_HOST = re.compile(r"[0-9a-z._:-]{1,253}")
 
 
 class Gate:
     def __init__(self, ground: Ground) -> None:
         self.ground = ground
         self.authority = Authority(ground.state.directory)
-        self.admin = HttpServer(admin_app(ground), allow_remote=ground.settings.allow_remote)
+        self.admin = HttpServer(admin_app(ground), refusal=refused, allow_remote=ground.settings.allow_remote)
         self.tasks: set[asyncio.Task[None]] = set()
         # A proxy that was set before us: hosts we do not stand for keep going through it.
         self.upstream = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
@@ -70,7 +73,8 @@ class _First(asyncio.Protocol):
         parts = lines[0].split(" ")
         host, _, port = (parts[1] if len(parts) == 3 else "").rpartition(":")
         host = host.strip("[]").lower().rstrip(".")
-        if not (host and port.isdigit()):
+        number = whole_number(port)
+        if not (_HOST.fullmatch(host) and number is not None and 1 <= number <= 65_535):
             return self._refuse("400 Bad Request")
         if not self._allowed(lines[1:]):
             return self._refuse(
@@ -79,7 +83,7 @@ class _First(asyncio.Protocol):
         claimed = self.gate.ground.claimed_by(host)
         try:
             if claimed is None:
-                await self._tunnel(host, int(port), rest)
+                await self._tunnel(host, number, rest)
                 return
             emulator, domain = claimed
             self.transport.write(b"HTTP/1.1 200 Connection established\r\n\r\n")

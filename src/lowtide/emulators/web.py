@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import socket
 import struct
 from collections.abc import Awaitable, Callable
 from typing import Any
-from urllib.parse import urlsplit
 
 from aiohttp import web
+
+from lowtide.emulators.request_check import Malformed, Refusal, check_head, check_origin
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class HttpServer:
-    """Serves `app` on whatever connections it is given."""
+    """Serves `app` on whatever connections it is given.
 
-    def __init__(self, app: web.Application, *, allow_remote: bool = False) -> None:
-        app.middlewares.insert(0, _check_host_and_origin(allow_remote))
+    `refusal` is how its service says no; `passed_on` tells which requests go to a program in a sandbox,
+    which decides for itself what a head may hold.
+    """
+
+    def __init__(
+        self,
+        app: web.Application,
+        *,
+        refusal: Refusal,
+        passed_on: Callable[[web.Request], bool] = lambda request: False,
+        allow_remote: bool = False,
+    ) -> None:
+        app.middlewares.insert(0, _check(refusal, passed_on, allow_remote))
         self._runner = web.AppRunner(
             app, handle_signals=False, access_log=None, shutdown_timeout=0.2, handler_cancellation=True
         )
@@ -42,34 +53,24 @@ def through_proxy(request: web.Request) -> bool:
     return request.transport is not None and request.transport.get_extra_info("ssl_object") is not None
 
 
-def _check_host_and_origin(allow_remote: bool) -> Any:
+def _check(refusal: Refusal, passed_on: Callable[[web.Request], bool], allow_remote: bool) -> Any:
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        # A web page can make a browser send requests to loopback, by a name it controls (Host) or
-        # directly (Origin). Neither gets past here, whatever else it knows.
-        if not through_proxy(request) and not allow_remote:
-            if not _is_local(request.headers.get("Host", "")):
-                return web.json_response({"code": 403, "message": "Host is not a loopback name"}, status=403)
-            origin = request.headers.get("Origin")
-            if origin is not None and not _is_local(urlsplit(origin).netloc):
-                return web.json_response({"code": 403, "message": "Origin is not local"}, status=403)
         try:
+            if not passed_on(request):
+                check_head(request)
+            if not through_proxy(request) and not allow_remote:
+                check_origin(request)
             return await handler(request)
+        except Malformed as error:
+            return refusal(request, error.status, str(error))
+        except web.RequestPayloadError:  # not what its encoding or its length says
+            return refusal(request, 400, "the body cannot be read")
         except ConnectionResetError:  # the caller has left
             drop(request)
             raise asyncio.CancelledError from None
 
     return check
-
-
-def _is_local(netloc: str) -> bool:
-    host = urlsplit(f"//{netloc}").hostname or ""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def drop(request: web.Request) -> None:

@@ -120,6 +120,17 @@ def ensure_directories(path: str) -> None:
             os.mkdir(one, 0o755)
 
 
+def op_open_way(ask: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]:
+    """Make the first missing directory on the way to a path, and let everybody write there."""
+    path, missing = resolve(ask["path"], ask["home"]), ""
+    while path != "/" and not os.path.lexists(path):
+        path, missing = os.path.dirname(path), path
+    if missing:
+        os.mkdir(missing)
+        os.chmod(missing, 0o777)  # noqa: S103 - inside the sandbox, in place of giving it to the user
+    return {"made": bool(missing)}, b""
+
+
 def op_stat(ask: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]:
     return {"entry": entry(resolve(ask["path"], ask["home"]))}, b""
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from aiohttp import web
 
+from lowtide.emulators.daytona.answers import control_error, daemon_error
 from lowtide.emulators.daytona.control import Control
 from lowtide.emulators.daytona.drafting import REGION
 from lowtide.emulators.daytona.events import Events
@@ -57,7 +58,12 @@ class DaytonaEmulator:
         Organization(ground, self.organization_id, self.sandboxes_table).add_routes(app, _API)
         toolbox.add_routes(app, _TOOLBOX)
         self._events = Events(app, f"{_API.strip('/')}/socket.io", self.api_key)
-        self._server = HttpServer(app, allow_remote=ground.settings.allow_remote)
+
+        def refusal(request: web.Request, status: int, message: str) -> web.Response:
+            shape = daemon_error if request.path.startswith(_TOOLBOX + "/") else control_error
+            return shape(request, status, message)
+
+        self._server = HttpServer(app, refusal=refusal, allow_remote=ground.settings.allow_remote)
 
     async def start(self, address: Address) -> None:
         self.api_url = address.url + _API

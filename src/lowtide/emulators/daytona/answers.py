@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from http import HTTPStatus
@@ -10,6 +9,20 @@ from typing import Any
 
 from aiohttp import web
 
+from lowtide.emulators.fields import (
+    FLAG,
+    LIST_OF_OBJECTS,
+    LIST_OF_TEXT,
+    TEXT,
+    TEXTS,
+    Kind,
+    check_fields,
+    whole,
+)
+from lowtide.emulators.request_check import Malformed, json_object, whole_number
+
+LARGEST = 2**31 - 1
+"""The largest whole number of the service's fields."""
 _DAEMON_CODES = {
     400: "BAD_REQUEST",
     401: "UNAUTHORIZED",
@@ -20,6 +33,46 @@ _DAEMON_CODES = {
     410: "GONE",
     422: "UNPROCESSABLE_ENTITY",
 }
+
+
+_FIELDS: dict[str, Kind] = {
+    **dict.fromkeys(
+        (
+            "branch",
+            "commit_id",
+            "contextId",
+            "cwd",
+            "description",
+            "email",
+            "id",
+            "imageName",
+            "language",
+            "linkedSandbox",
+            "message",
+            "mode",
+            "name",
+            "path",
+            "remote",
+            "scope",
+            "sessionId",
+            "snapshot",
+            "source",
+            "target",
+            "unsetValuePrefix",
+            "url",
+            "user",
+            "username",
+        ),
+        TEXT,
+    ),
+    **dict.fromkeys(("argv", "entrypoint", "hosts", "unset"), LIST_OF_TEXT),
+    **dict.fromkeys(("env", "envs", "labels", "set"), TEXTS),
+    **dict.fromkeys(("networkBlockAll", "public", "runAsync", "suppressInputEcho"), FLAG),
+    **dict.fromkeys(("networkAllowList", "domainAllowList"), TEXT),
+    "depth": whole(1, LARGEST),
+    "volumes": LIST_OF_OBJECTS,
+}
+"""A field of one name is of one type, in whatever call it comes."""
 
 
 class Refused(Exception):
@@ -81,13 +134,11 @@ def proxy_error(request: web.Request, status: int, message: str) -> web.Response
 
 async def body_of(request: web.Request) -> dict[str, Any]:
     try:
-        text = await request.text()
-        body = json.loads(text) if text.strip() else {}
-    except ValueError:
-        raise Refused(400, "the body is not JSON", code="INVALID_REQUEST_BODY") from None
-    if not isinstance(body, dict):
-        raise Refused(400, "the body is not an object", code="INVALID_REQUEST_BODY")
-    return body
+        body = await json_object(request)
+        check_fields(body, _FIELDS)
+        return body
+    except Malformed as error:
+        raise Refused(error.status, str(error), code="INVALID_REQUEST_BODY") from None
 
 
 def text_of(body: Mapping[str, Any], name: str) -> str:
@@ -112,11 +163,18 @@ def whole_of(given: Any, name: str, *, lowest: int | None = 0) -> int | None:
     """A whole number, or None where none is given."""
     if given is None:
         return None
-    if type(given) is not int or (lowest is not None and given < lowest):
-        raise Refused(
-            400, f"{name} must be a whole number" + (f", {lowest} or more" if lowest is not None else "")
-        )
+    least = -LARGEST if lowest is None else lowest
+    if type(given) is not int or not least <= given <= LARGEST:
+        raise Refused(400, f"{name} must be a whole number from {least} to {LARGEST}")
     return given
+
+
+def number_in(text: str, name: str, *, lowest: int = 1, largest: int = LARGEST) -> int:
+    """A whole number of an address or a query."""
+    value = whole_number(text)
+    if value is None or not lowest <= value <= largest:
+        raise Refused(400, f"{name} must be a whole number from {lowest} to {largest}")
+    return value
 
 
 def rfc3339(seconds: float) -> str:

@@ -14,10 +14,10 @@ from lowtide.emulators.daytona.answers import (
     Refused,
     body_of,
     control_error,
+    number_in,
     rfc3339,
     strings_of,
     text_of,
-    whole_of,
 )
 from lowtide.emulators.daytona.listing import page_of
 from lowtide.emulators.daytona.sandbox import Sandbox, SandboxState, described, listed
@@ -266,7 +266,7 @@ class Control:
     async def interval(self, request: web.Request) -> web.Response:
         sandbox = self._one(request)
         which = _INTERVALS[request.match_info["which"]]
-        minutes = _whole(request.match_info["minutes"], lowest=None if which == "delete" else 0)
+        minutes = number_in(request.match_info["minutes"], "minutes", lowest=-1 if which == "delete" else 0)
         other = {"stop": sandbox.intervals.pause, "pause": sandbox.intervals.stop}.get(which, 0)
         if minutes and other:
             if which == "stop":
@@ -278,7 +278,7 @@ class Control:
 
     async def expiry(self, request: web.Request) -> web.Response:
         sandbox = self._one(request)
-        minutes = _whole(request.match_info["minutes"], lowest=0)
+        minutes = number_in(request.match_info["minutes"], "minutes", lowest=0)
         sandbox.expiry_minutes = minutes
         sandbox.destroy_at = self.ground.clock.now() + minutes * 60 if minutes else None
         self.sandboxes.rearm(sandbox)
@@ -313,7 +313,7 @@ class Control:
     async def signed_preview_url(self, request: web.Request) -> web.Response:
         sandbox = self._one(request)
         port = _port(request)
-        seconds = _whole(request.query.get("expiresInSeconds", "60"), lowest=1)
+        seconds = number_in(request.query.get("expiresInSeconds", "60"), "expiresInSeconds")
         url, token = await self.emulator.previews.signed_url(sandbox, port, seconds)
         answer = {"sandboxId": sandbox.sandbox_id, "port": port, "token": token, "url": url}
         return web.json_response(answer)
@@ -337,7 +337,7 @@ class Control:
     async def ssh_access(self, request: web.Request) -> web.Response:
         """A token that validates; nothing listens for it."""
         sandbox = self._one(request)
-        minutes = _whole(request.query.get("expiresInMinutes", "60"), lowest=1)
+        minutes = number_in(request.query.get("expiresInMinutes", "60"), "expiresInMinutes")
         now = self.ground.clock.now()
         token = secrets.token_urlsafe(24)
         self._shells[token] = (sandbox.sandbox_id, now + minutes * 60)
@@ -389,17 +389,5 @@ class Control:
         return response
 
 
-def _whole(text: str, *, lowest: int | None) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise Refused(400, f"{text!r} is not a whole number") from None
-    whole_of(value, "the value", lowest=lowest)
-    return value
-
-
 def _port(request: web.Request) -> int:
-    port = _whole(request.match_info["port"], lowest=1)
-    if port > 65535:
-        raise Refused(400, "a port is at most 65535")
-    return port
+    return number_in(request.match_info["port"], "port", largest=65_535)

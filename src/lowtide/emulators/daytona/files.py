@@ -20,7 +20,7 @@ from urllib.parse import quote
 from aiohttp import BodyPartReader, web
 
 from lowtide.emulators.agent.client import AgentError
-from lowtide.emulators.daytona.answers import Refused, body_of, daemon_envelope, text_of
+from lowtide.emulators.daytona.answers import Refused, body_of, daemon_envelope, number_in, text_of
 from lowtide.emulators.daytona.sandbox import Sandbox
 
 if TYPE_CHECKING:
@@ -75,11 +75,9 @@ class Files:
     # ------------------------------------------------------------ looking and changing
 
     async def list_files(self, request: web.Request, sandbox: Sandbox) -> web.Response:
-        depth = request.query.get("depth", "1")
-        if not depth.isdigit() or int(depth) < 1:
-            raise Refused(400, "depth must be a positive whole number")
+        depth = number_in(request.query.get("depth", "1"), "depth")
         agent = await self.machine.agent(sandbox)
-        answer, _ = await agent.ask("list", path=_path(request, default="."), depth=int(depth))
+        answer, _ = await agent.ask("list", path=_path(request, default="."), depth=depth)
         return web.json_response([_info(one) for one in answer["entries"]])
 
     async def file_info(self, request: web.Request, sandbox: Sandbox) -> web.Response:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from lowtide.emulators.daytona.answers import Refused, body_of, rfc3339, strings_of
+from lowtide.emulators.daytona.answers import Refused, body_of, number_in, rfc3339, strings_of
 from lowtide.emulators.daytona.sandbox import Sandbox
 
 if TYPE_CHECKING:
@@ -65,10 +65,8 @@ class Information:
         return web.json_response({"ports": [p for p in await self._listening(sandbox) if 3000 <= p <= 9999]})
 
     async def port_in_use(self, request: web.Request, sandbox: Sandbox) -> web.Response:
-        port = request.match_info["port"]
-        if not port.isdigit() or not 3000 <= int(port) <= 9999:
-            raise Refused(400, "port out of range")
-        return web.json_response({"isInUse": int(port) in await self._listening(sandbox)})
+        port = number_in(request.match_info["port"], "port", lowest=3000, largest=9999)
+        return web.json_response({"isInUse": port in await self._listening(sandbox)})
 
     async def metrics(self, request: web.Request, sandbox: Sandbox) -> web.Response:
         script = "cat /proc/meminfo; df -B1 --output=size,used,avail / | tail -1"

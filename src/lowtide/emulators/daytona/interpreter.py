@@ -16,6 +16,7 @@ from aiohttp import WSMsgType, web
 
 from lowtide.emulators.daytona.answers import Refused, body_of, rfc3339, strings_of, whole_of
 from lowtide.emulators.daytona.sandbox import Sandbox
+from lowtide.emulators.request_check import parse_json
 from lowtide.emulators.web import drop
 from lowtide.errors import LowtideError
 from lowtide.providers.base import STDOUT, ProcessHandle
@@ -179,7 +180,7 @@ class Interpreters:
             await socket.close(code=1008, message=b"the request is missing")
             return socket
         try:
-            asked = json.loads(message.data)
+            asked = parse_json(message.data.encode())
             code, variables = asked["code"], strings_of(asked.get("envs"), "envs")
             timeout = whole_of(asked.get("timeout"), "timeout")
             context = self._room(sandbox)[asked.get("contextId") or _DEFAULT]

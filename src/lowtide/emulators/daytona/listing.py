@@ -5,13 +5,15 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from multidict import MultiMapping
 
-from lowtide.emulators.daytona.answers import Refused, strings_of, timestamp
+from lowtide.emulators.daytona.answers import Refused, number_in, strings_of, timestamp
 from lowtide.emulators.daytona.sandbox import Sandbox
+from lowtide.emulators.request_check import parse_json
 
 _PAGE = 100
 _KEYS: Mapping[str, Callable[[Sandbox], Any]] = {
@@ -49,10 +51,7 @@ def page_of(
     key = _KEYS.get(query.get("sort", "createdAt"), _KEYS["createdAt"])
     accepted.sort(key=lambda s: (key(s), s.sandbox_id), reverse=query.get("order", "desc") != "asc")
     if limit is None:
-        text = query.get("limit", str(_PAGE))
-        if not text.isdigit() or not 1 <= int(text) <= 200:
-            raise Refused(400, "limit must be a whole number from 1 to 200")
-        limit = int(text)
+        limit = number_in(query.get("limit", str(_PAGE)), "limit", largest=200)
     start = 0
     if query.get("cursor"):
         after = _decode(query["cursor"])
@@ -88,7 +87,7 @@ def _tests(query: MultiMapping[str]) -> list[Callable[[Sandbox], bool]]:
     if recoverable := query.get("isRecoverable"):
         tests.append(lambda s: s.recoverable is (recoverable.lower() == "true"))
     for suffix, value in _BOUNDS.items():
-        tests += _between(query, f"min{suffix}", f"max{suffix}", value, lambda text, _: float(text))
+        tests += _between(query, f"min{suffix}", f"max{suffix}", value, _finite)
     for prefix, moment in _TIMES.items():
         tests += _between(query, f"{prefix}After", f"{prefix}Before", moment, timestamp)
     return tests
@@ -114,13 +113,20 @@ def _between(
     return tests
 
 
+def _finite(text: str, name: str) -> float:
+    value = float(text) if text.isascii() else math.nan
+    if not math.isfinite(value):
+        raise ValueError(name)
+    return value
+
+
 def _many(query: MultiMapping[str], name: str) -> list[str]:
     return [word for given in query.getall(name, []) for word in given.split(",") if word]
 
 
 def _labels(text: str | None) -> dict[str, str]:
     try:
-        return strings_of(json.loads(text) if text else None, "labels")
+        return strings_of(parse_json(text.encode()) if text else None, "labels")
     except ValueError:
         raise Refused(400, "Invalid JSON in labels filter") from None
 
@@ -131,7 +137,7 @@ def _encode(place: dict[str, Any]) -> str:
 
 def _decode(cursor: str) -> dict[str, Any]:
     try:
-        place = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
-        return {"id": str(place["id"]), "at": int(place["at"])}
+        place = parse_json(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
+        return {"id": str(place["id"]), "at": max(0, int(place["at"]))}
     except (binascii.Error, ValueError, KeyError, TypeError):
         raise Refused(400, "Invalid cursor") from None

@@ -44,7 +44,12 @@ class Previews:
         self._proxy = PortProxy()
         app = web.Application(client_max_size=1 << 30)
         app.router.add_route("*", "/{path:.*}", self._pass_on)
-        self._http = HttpServer(app, allow_remote=ground.settings.allow_remote)
+        self._http = HttpServer(
+            app,
+            refusal=proxy_error,
+            passed_on=lambda request: True,
+            allow_remote=ground.settings.allow_remote,
+        )
         self._open: dict[tuple[str, int], _Preview] = {}
         self._by_port: dict[int, _Preview] = {}
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from lowtide.emulators.daytona.answers import Refused, body_of, rfc3339, text_of, whole_of
+from lowtide.emulators.daytona.answers import Refused, body_of, number_in, rfc3339, text_of, whole_of
 
 if TYPE_CHECKING:
     from lowtide.emulators.daytona.sandbox import Sandbox
@@ -115,7 +115,7 @@ class Snapshots:
 
     async def list_snapshots(self, request: web.Request) -> web.Response:
         query = request.query
-        page, limit = _positive(query.get("page", "1"), "page"), _positive(query.get("limit", "100"), "limit")
+        page, limit = number_in(query.get("page", "1"), "page"), number_in(query.get("limit", "100"), "limit")
         found = [
             s
             for s in self.table.values()
@@ -221,9 +221,3 @@ class Snapshots:
         if snapshot.build is not None:
             described["buildInfo"] = snapshot.build
         return described
-
-
-def _positive(text: str, name: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise Refused(400, f"{name} must be a whole number, 1 or more")
-    return int(text)

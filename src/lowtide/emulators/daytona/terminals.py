@@ -15,6 +15,7 @@ from aiohttp import WSMsgType, web
 
 from lowtide.emulators.daytona.answers import Refused, body_of, rfc3339, strings_of, whole_of
 from lowtide.emulators.daytona.sandbox import Sandbox
+from lowtide.emulators.request_check import parse_json, whole_number
 from lowtide.emulators.web import drop
 from lowtide.errors import LowtideError
 from lowtide.providers.base import ProcessHandle, TerminalSize
@@ -254,14 +255,14 @@ def _variables(request: web.Request) -> dict[str, str]:
         if word.startswith(_VARIABLES):
             text = word.removeprefix(_VARIABLES)
             try:
-                return strings_of(json.loads(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))), "envs")
+                return strings_of(parse_json(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))), "envs")
             except (binascii.Error, ValueError):
                 raise Refused(400, "the environment is not readable") from None
     return {}
 
 
 def _number(text: str | None) -> int | None:
-    return int(text) if text and text.isdigit() else None
+    return whole_number(text) if text else None
 
 
 def _size(columns: Any, rows: Any) -> TerminalSize:

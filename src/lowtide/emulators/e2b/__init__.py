@@ -16,7 +16,7 @@ from aiohttp import web
 
 from lowtide.emulators.e2b import connect, interpreter
 from lowtide.emulators.e2b.connect import RpcError
-from lowtide.emulators.e2b.control import Control, new_api_key
+from lowtide.emulators.e2b.control import Control, error_answer, new_api_key
 from lowtide.emulators.e2b.files import Files
 from lowtide.emulators.e2b.filesystem import FilesystemService
 from lowtide.emulators.e2b.model import NotFound, Sandbox
@@ -24,6 +24,7 @@ from lowtide.emulators.e2b.process import ProcessService
 from lowtide.emulators.e2b.sandboxes import Sandboxes
 from lowtide.emulators.faults import FaultName
 from lowtide.emulators.ports import PortClosed, PortProxy
+from lowtide.emulators.request_check import Malformed, whole_number
 from lowtide.emulators.web import HttpServer, drop, through_proxy
 from lowtide.errors import LowtideError
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from lowtide.emulators.web import Handler
 
 _ENVD = 49983
+_LARGEST_BODY = 64 << 20  # a message of envd, which carries stdin
 _PORT_HOST = re.compile(r"(\d{1,5})-([a-z0-9]+)\.")
 _EDGE_HEADERS = frozenset({"e2b-sandbox-id", "e2b-sandbox-port", "e2b-traffic-access-token"})
 
@@ -50,9 +52,16 @@ class E2BEmulator:
         self._files = Files(self)
         self._ports = PortProxy()
         self._tasks: set[asyncio.Task[Any]] = set()
-        app = web.Application(middlewares=[self._edge(), self._control.middleware()])
+        app = web.Application(
+            middlewares=[self._edge(), self._control.middleware()], client_max_size=_LARGEST_BODY
+        )
         self._control.add_routes(app)
-        self._server = HttpServer(app, allow_remote=ground.settings.allow_remote)
+        self._server = HttpServer(
+            app,
+            refusal=error_answer,
+            passed_on=self._is_passed_on,
+            allow_remote=ground.settings.allow_remote,
+        )
 
     async def start(self, address: Address) -> None:
         self._address = address
@@ -111,6 +120,10 @@ class E2BEmulator:
 
         return edge
 
+    def _is_passed_on(self, request: web.Request) -> bool:
+        meant = self._meant(request)
+        return meant is not None and meant[1] != _ENVD
+
     def _meant(self, request: web.Request) -> tuple[str, int] | None:
         """Which sandbox and port the request is for; None: the control plane."""
         if through_proxy(request):
@@ -120,7 +133,8 @@ class E2BEmulator:
         sandbox_id = request.headers.get("E2b-Sandbox-Id")
         if sandbox_id:
             port = request.headers.get("E2b-Sandbox-Port", "")
-            return sandbox_id, int(port) if port.isdigit() else _ENVD
+            number = whole_number(port)
+            return sandbox_id, _ENVD if number is None else number
         if request.path == "/files" and "signature" in request.query:
             signed = self._files.signed_sandbox(request)
             return (signed.sandbox_id if signed else "unknown"), _ENVD
@@ -181,6 +195,8 @@ class E2BEmulator:
                 return await self._filesystem.call(method, request, sandbox)
         except RpcError as error:
             return connect.unary_error(error)
+        except Malformed as error:
+            return connect.unary_error(RpcError("invalid_argument", str(error)))
         return web.json_response({"code": 404, "message": "not found"}, status=404)
 
     def _refused_traffic(self, request: web.Request, sandbox: Sandbox) -> web.Response | None:

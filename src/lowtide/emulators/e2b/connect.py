@@ -12,6 +12,8 @@ from typing import Any
 
 from aiohttp import web
 
+from lowtide.emulators.request_check import Malformed, parse_json, whole_number
+
 _HEAD = struct.Struct(">BI")
 _LARGEST_MESSAGE = 64 << 20
 _END = 2
@@ -87,14 +89,15 @@ def timeout_seconds(request: web.Request) -> float | None:
     given = request.headers.get("Connect-Timeout-Ms", "")
     if not given:
         return None
-    if not given.isdigit():
+    number = whole_number(given)
+    if number is None or number < 0:
         raise RpcError("invalid_argument", "Connect-Timeout-Ms is not a number")
-    return int(given) / 1000 or None
+    return number / 1000 or None
 
 
 def keepalive_seconds(request: web.Request) -> float:
-    given = request.headers.get("Keepalive-Ping-Interval", "")
-    return float(given) if given.isdigit() and int(given) > 0 else 90.0
+    given = whole_number(request.headers.get("Keepalive-Ping-Interval", "")) or 0
+    return min(float(given), 3600.0) if given > 0 else 90.0
 
 
 class Stream:
@@ -143,9 +146,9 @@ def decoded(value: Any) -> bytes:
 
 def _parse(body: bytes) -> dict[str, Any]:
     try:
-        message = json.loads(body or b"{}")
-    except ValueError:
-        raise RpcError("invalid_argument", "not JSON") from None
+        message = parse_json(body or b"{}")
+    except Malformed as error:
+        raise RpcError("invalid_argument", str(error)) from None
     if not isinstance(message, dict):
         raise RpcError("invalid_argument", "not an object")
     return message

@@ -15,6 +15,8 @@ from aiohttp import web
 from lowtide.emulators.e2b.metrics import sample
 from lowtide.emulators.e2b.model import (
     ENVD_VERSION,
+    LONGEST_TIMEOUT_SECONDS,
+    TEMPLATES,
     BadRequest,
     Conflict,
     NotFound,
@@ -22,6 +24,17 @@ from lowtide.emulators.e2b.model import (
     checked_timeout,
 )
 from lowtide.emulators.faults import FaultName
+from lowtide.emulators.fields import (
+    FLAG,
+    LIST_OF_OBJECTS,
+    LIST_OF_TEXT,
+    OBJECT,
+    TEXT,
+    TEXTS,
+    check_fields,
+    whole,
+)
+from lowtide.emulators.request_check import LARGEST_WHOLE_NUMBER, json_object, query_number
 from lowtide.emulators.web import drop
 from lowtide.errors import LowtideError, ResourceExhaustedError
 
@@ -31,6 +44,39 @@ if TYPE_CHECKING:
 
 _PAGE = 100
 _REMEMBERED_KEYS = 10_000
+
+
+_SECONDS = whole(0, int(LONGEST_TIMEOUT_SECONDS))
+_NEW_SANDBOX = {
+    "templateID": TEXT,
+    "timeout": _SECONDS,
+    "autoPause": FLAG,
+    "autoPauseMemory": FLAG,
+    "autoResume": OBJECT,
+    "secure": FLAG,
+    "allow_internet_access": FLAG,
+    "network": OBJECT,
+    "metadata": TEXTS,
+    "envVars": TEXTS,
+    "mcp": OBJECT,
+    "iam": OBJECT,
+    "volumeMounts": LIST_OF_OBJECTS,
+}
+_RUNNING = {
+    "timeout": _SECONDS,
+    "duration": whole(0, 3600),
+    "autoPause": FLAG,
+    "memory": FLAG,
+    "requireHealthyGuest": FLAG,
+}
+_NETWORK = {
+    "allowOut": LIST_OF_TEXT,
+    "denyOut": LIST_OF_TEXT,
+    "dnsServers": LIST_OF_TEXT,
+    "allow_internet_access": FLAG,
+    "allowPublicTraffic": FLAG,
+    "maskRequestHost": TEXT,
+}
 
 
 class Control:
@@ -58,6 +104,7 @@ class Control:
             add("PUT", f"{prefix}/sandboxes/{{id}}/network", self._network)
             add("GET", f"{prefix}/snapshots", self._snapshots)
             add("DELETE", f"{prefix}/templates/{{id}}", self._delete_template)
+        add("GET", "/templates/aliases/{alias}", self._alias)
         add("GET", "/health", self._health)
 
     def middleware(self) -> Any:
@@ -88,7 +135,7 @@ class Control:
                 return _error(404, str(error))
             except Conflict as error:
                 return _error(409, str(error))
-            except (BadRequest, json.JSONDecodeError) as error:
+            except BadRequest as error:
                 return _error(400, str(error))
             except ResourceExhaustedError as error:
                 return _error(429, f"you have reached the maximum number of concurrent sandboxes: {error}")
@@ -112,9 +159,9 @@ class Control:
     # ------------------------------------------------------------ create
 
     async def _create(self, request: web.Request) -> web.StreamResponse:
-        body = await _body(request)
-        metadata = body.get("metadata")
-        facts = {**(metadata if isinstance(metadata, dict) else {}), "operation": "create"}
+        body = await json_object(request)
+        check_fields(body, _NEW_SANDBOX, required=("templateID",))
+        facts = {**(body.get("metadata") or {}), "operation": "create"}
         if fault := self._fault(FaultName.CREATE_FAILS, facts):
             return _error(fault.status or 500, "Failed to place sandbox")
         if fault := self._fault(FaultName.CREATE_SLOW, facts):
@@ -168,7 +215,7 @@ class Control:
             states = ["running", "paused"] if request.path.startswith("/v2") else ["running"]
         after = _timestamp(query["startedAfter"]) if "startedAfter" in query else None
         template = query.get("template")
-        limit = min(int(query.get("limit", _PAGE)), _PAGE)
+        limit = query_number(request, "limit", _PAGE, lowest=1, largest=_PAGE)
         lag = self._fault(FaultName.LIST_LAGS, {"operation": "list"})
         now = self.ground.clock.now()
         since = now - (lag.seconds or 5) if lag else None
@@ -216,13 +263,10 @@ class Control:
     async def _metrics(self, request: web.Request) -> web.Response:
         sandbox = self.sandboxes.get(request.match_info["id"])
         await sample(self.ground, sandbox)
-        start, end = (int(request.query[k]) if k in request.query else None for k in ("start", "end"))
-        found = [
-            metric
-            for metric in sandbox.metrics
-            if (start is None or metric["timestampUnix"] >= start)
-            and (end is None or metric["timestampUnix"] <= end)
-        ]
+        latest = LARGEST_WHOLE_NUMBER
+        start = query_number(request, "start", 0, lowest=0, largest=latest)
+        end = query_number(request, "end", latest, lowest=0, largest=latest)
+        found = [metric for metric in sandbox.metrics if start <= metric["timestampUnix"] <= end]
         return web.json_response(found)
 
     # ------------------------------------------------------------ change
@@ -240,36 +284,39 @@ class Control:
         return web.Response(status=204)
 
     async def _connect(self, request: web.Request) -> web.Response:
-        body = await _body(request)
+        body = await json_object(request)
+        check_fields(body, _RUNNING)
         timeout = checked_timeout(body["timeout"]) if body.get("timeout") is not None else None
         reboot = body.get("memory") is False
         sandbox, resumed = await self.sandboxes.connect(request.match_info["id"], timeout, reboot=reboot)
         return web.json_response(_created(sandbox), status=201 if resumed else 200)
 
     async def _set_timeout(self, request: web.Request) -> web.Response:
-        body = await _body(request)
-        self.sandboxes.set_timeout(request.match_info["id"], checked_timeout(body.get("timeout", 0)))
+        body = await json_object(request)
+        check_fields(body, _RUNNING, required=("timeout",))
+        self.sandboxes.set_timeout(request.match_info["id"], checked_timeout(body["timeout"]))
         return web.Response(status=204)
 
     async def _refresh(self, request: web.Request) -> web.Response:
-        body = await _body(request)
+        body = await json_object(request)
         sandbox = self.sandboxes.get(request.match_info["id"])
+        check_fields(body, _RUNNING)
         seconds = checked_timeout(body.get("duration", 15))
         if self.ground.clock.now() + seconds > sandbox.end_at:
             self.sandboxes.set_timeout(sandbox.sandbox_id, seconds)
         return web.Response(status=204)
 
     async def _pause(self, request: web.Request) -> web.Response:
-        body = await _body(request)
+        body = await json_object(request)
+        check_fields(body, _RUNNING)
         await self.sandboxes.pause(request.match_info["id"], keep_memory=body.get("memory") is not False)
         return web.Response(status=204)
 
     async def _fork(self, request: web.Request) -> web.Response:
-        body = await _body(request)
-        count = body.get("count", 1)
-        if type(count) is not int or not 1 <= count <= 20:
-            raise BadRequest("count is a whole number from 1 to 20")
-        made = await self.sandboxes.fork(request.match_info["id"], count, body.get("timeout"))
+        body = await json_object(request)
+        check_fields(body, {**_RUNNING, "count": whole(1, 20)})
+        timeout = body.get("timeout")
+        made = await self.sandboxes.fork(request.match_info["id"], body.get("count") or 1, timeout)
         answers = [
             {"error": {"code": 500, "message": str(one)}}
             if isinstance(one, Exception)
@@ -280,7 +327,8 @@ class Control:
 
     async def _network(self, request: web.Request) -> web.Response:
         sandbox = self.sandboxes.get(request.match_info["id"])
-        body = await _body(request)
+        body = await json_object(request)
+        check_fields(body, _NETWORK)
         kept = {k: v for k, v in sandbox.network.items() if k in ("allowPublicTraffic", "maskRequestHost")}
         sandbox.network = {**kept, **body}
         return web.Response(status=204)
@@ -288,7 +336,8 @@ class Control:
     # ------------------------------------------------------------ snapshots
 
     async def _snapshot(self, request: web.Request) -> web.Response:
-        body = await _body(request)
+        body = await json_object(request)
+        check_fields(body, {"name": TEXT, "memory": FLAG})
         made = await self.sandboxes.snapshot(request.match_info["id"], body.get("name"))
         return web.json_response(_described_snapshot(made), status=201)
 
@@ -304,10 +353,17 @@ class Control:
         if token:
             ids = [s.snapshot_id for s in found]
             found = found[ids.index(token) + 1 :] if token in ids else []
-        limit = min(int(query.get("limit", _PAGE)), _PAGE)
+        limit = query_number(request, "limit", _PAGE, lowest=1, largest=_PAGE)
         page = found[:limit]
         headers = {"x-next-token": page[-1].snapshot_id} if len(found) > limit and page else {}
         return web.json_response([_described_snapshot(s) for s in page], headers=headers)
+
+    async def _alias(self, request: web.Request) -> web.Response:
+        """What `Template.exists` asks. The templates that are there are everybody's."""
+        template = TEMPLATES.get(request.match_info["alias"])
+        if template is None:
+            raise NotFound(f"template alias {request.match_info['alias']!r} not found")
+        return web.json_response({"templateID": template, "public": True})
 
     async def _delete_template(self, request: web.Request) -> web.Response:
         await self.sandboxes.delete_snapshot(request.match_info["id"])
@@ -323,12 +379,8 @@ def _operation(request: web.Request) -> str:
     return name.strip("_").replace("_", "-")
 
 
-async def _body(request: web.Request) -> dict[str, Any]:
-    text = await request.text()
-    body = json.loads(text) if text.strip() else {}
-    if not isinstance(body, dict):
-        raise BadRequest("the body is an object")
-    return body
+def error_answer(request: web.Request, status: int, message: str) -> web.Response:
+    return _error(status, message)
 
 
 def _error(code: int, message: str, headers: dict[str, str] | None = None) -> web.Response:

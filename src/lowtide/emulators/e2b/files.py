@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import hmac
 import posixpath
 import re
 import zlib
 from collections.abc import AsyncIterable, AsyncIterator
+from email.message import Message
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -29,6 +31,7 @@ _STATUS = {
     "not-a-directory": 400,
     "invalid": 400,
     "ENOTDIR": 400,
+    "ENAMETOOLONG": 400,
     "ENOSPC": 507,
     "EDQUOT": 507,
 }
@@ -48,7 +51,7 @@ class Files:
             agent = await self.sandboxes.agent(sandbox, user)
             if request.method == "GET":
                 return await self._download(request, sandbox, agent)
-            return await self._upload(request, agent)
+            return await self._upload(request, sandbox, user, agent)
         except UnknownUser as error:
             return _error(401, f"error looking up user '{user}': {error}")
         except AgentError as error:
@@ -131,7 +134,31 @@ class Files:
         await response.write_eof()
         return response
 
-    async def _upload(self, request: web.Request, agent: Agent) -> web.StreamResponse:
+    async def _write(
+        self,
+        sandbox: Sandbox,
+        user: str,
+        agent: Agent,
+        path: str,
+        chunks: AsyncIterable[bytes],
+        metadata: dict[str, str],
+    ) -> dict[str, Any]:
+        if path.startswith("/") and not path.startswith(("/home/", "/tmp/")):  # noqa: S108 - of the sandbox
+            with contextlib.suppress(AgentError):  # it is there, or the write says why it cannot be
+                await self.sandboxes.make_directory(sandbox, user, posixpath.dirname(path))
+        done = await agent.write_file(path, chunks, metadata=metadata)
+        described: dict[str, Any] = {
+            "path": done["path"],
+            "name": posixpath.basename(done["path"]),
+            "type": "file",
+        }
+        if done["metadata"]:
+            described["metadata"] = done["metadata"]
+        return described
+
+    async def _upload(
+        self, request: web.Request, sandbox: Sandbox, user: str, agent: Agent
+    ) -> web.StreamResponse:
         metadata = {
             name.lower().removeprefix(_PREFIX): value
             for name, value in request.headers.items()
@@ -143,15 +170,17 @@ class Files:
         if kind == "application/octet-stream":
             if path is None:
                 return _error(400, "path query parameter is required for raw body upload")
-            written.append(await _write(agent, path, request.content.iter_chunked(PIECE), metadata))
+            written.append(
+                await self._write(sandbox, user, agent, path, request.content.iter_chunked(PIECE), metadata)
+            )
         elif kind.startswith("multipart/"):
             async for part in await request.multipart():
                 if not isinstance(part, BodyPartReader) or part.name != "file":
                     continue
-                target = path if path is not None else part.filename
+                target = path if path is not None else _file_name(part)
                 if not target:
                     return _error(400, "error getting multipart custom part file name")
-                written.append(await _write(agent, target, _pieces(part), metadata))
+                written.append(await self._write(sandbox, user, agent, target, _pieces(part), metadata))
         else:
             message = (
                 f"unsupported content type: {kind}, expected multipart/form-data or application/octet-stream"
@@ -160,18 +189,11 @@ class Files:
         return web.json_response(written)
 
 
-async def _write(
-    agent: Agent, path: str, chunks: AsyncIterable[bytes], metadata: dict[str, str]
-) -> dict[str, Any]:
-    done = await agent.write_file(path, chunks, metadata=metadata)
-    described: dict[str, Any] = {
-        "path": done["path"],
-        "name": posixpath.basename(done["path"]),
-        "type": "file",
-    }
-    if done["metadata"]:
-        described["metadata"] = done["metadata"]
-    return described
+def _file_name(part: BodyPartReader) -> str | None:
+    """As it was sent: aiohttp's own `filename` drops a leading slash, and the path with it."""
+    head = Message()
+    head["Content-Disposition"] = part.headers.get("Content-Disposition", "")
+    return head.get_filename()
 
 
 async def _pieces(part: BodyPartReader) -> AsyncIterator[bytes]:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from lowtide.emulators.agent.client import Agent, AgentError
+from lowtide.emulators.agent.client import AgentError
 from lowtide.emulators.e2b import connect
 from lowtide.emulators.e2b.connect import RpcError, Stream
 from lowtide.emulators.e2b.model import Sandbox, UnknownUser
+from lowtide.emulators.fields import FLAG, TEXT, check_fields, whole
+from lowtide.emulators.request_check import Malformed
 from lowtide.emulators.web import drop
 from lowtide.errors import LowtideError
 
@@ -30,8 +32,17 @@ _CODES = {
     "EACCES": "permission_denied",
     "EPERM": "permission_denied",
     "ELOOP": "failed_precondition",
+    "ENAMETOOLONG": "invalid_argument",
+    "ENOTDIR": "invalid_argument",
 }
 _TYPES = {"file": "FILE_TYPE_FILE", "directory": "FILE_TYPE_DIRECTORY", "other": "FILE_TYPE_UNSPECIFIED"}
+
+
+_FIELDS = {
+    **dict.fromkeys(("path", "source", "destination", "watcherId"), TEXT),
+    **dict.fromkeys(("recursive", "includeEntry"), FLAG),
+    "depth": whole(0, 2**31 - 1),
+}
 
 
 class FilesystemService:
@@ -45,25 +56,28 @@ class FilesystemService:
             return await self._watch_dir(request, sandbox)
         message = await connect.unary_message(request)
         try:
-            agent = await self.sandboxes.agent(sandbox, connect.user_of(request) or "user")
-            return connect.unary_answer(await self._answer(method, message, agent, sandbox))
+            user = connect.user_of(request) or "user"
+            return connect.unary_answer(await self._answer(method, message, user, sandbox))
         except (AgentError, UnknownUser) as error:
             raise as_rpc(error) from None
 
     async def _answer(
-        self, method: str, message: dict[str, Any], agent: Agent, sandbox: Sandbox
+        self, method: str, message: dict[str, Any], user: str, sandbox: Sandbox
     ) -> dict[str, Any]:
-        path = str(message.get("path") or "")
+        check_fields(message, _FIELDS)
+        agent = await self.sandboxes.agent(sandbox, user)
+        path = message.get("path") or ""
         if method == "Stat":
             return {"entry": entry_info((await agent.ask("stat", path=path))[0]["entry"])}
         if method == "MakeDir":
-            return {"entry": entry_info((await agent.ask("mkdir", path=path))[0]["entry"])}
+            answer, _ = await self.sandboxes.make_directory(sandbox, user, path)
+            return {"entry": entry_info(answer["entry"])}
         if method == "Move":
-            source, destination = str(message.get("source") or ""), str(message.get("destination") or "")
+            source, destination = message.get("source") or "", message.get("destination") or ""
             answer, _ = await agent.ask("move", source=source, destination=destination)
             return {"entry": entry_info(answer["entry"])}
         if method == "ListDir":
-            answer, _ = await agent.ask("list", path=path, depth=int(message.get("depth") or 1))
+            answer, _ = await agent.ask("list", path=path, depth=message.get("depth") or 1)
             return {"entries": [entry_info(one) for one in answer["entries"]]}
         if method == "Remove":
             await agent.ask("remove", path=path)
@@ -103,6 +117,7 @@ class FilesystemService:
 
         try:
             message = await connect.first_message(request)
+            check_fields(message, _FIELDS)
             timeout = connect.timeout_seconds(request)
             agent = await self.sandboxes.agent(sandbox, connect.user_of(request) or "user")
             number = await agent.watch(
@@ -111,7 +126,7 @@ class FilesystemService:
                 entry=bool(message.get("includeEntry")),
                 on_events=queue,
             )
-        except (AgentError, UnknownUser, RpcError, LowtideError) as error:
+        except (AgentError, UnknownUser, RpcError, Malformed, LowtideError) as error:
             await stream.open()
             return await stream.end(as_rpc(error))
         loop = asyncio.get_running_loop()
@@ -170,6 +185,8 @@ def as_rpc(error: Exception) -> RpcError:
         return error
     if isinstance(error, UnknownUser):
         return RpcError("unauthenticated", str(error))
+    if isinstance(error, Malformed):
+        return RpcError("invalid_argument", str(error))
     if isinstance(error, AgentError):
         return RpcError(_CODES.get(error.kind, "internal"), str(error))
     return RpcError("internal", str(error))

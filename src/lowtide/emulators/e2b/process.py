@@ -16,7 +16,9 @@ from lowtide.emulators.e2b import connect
 from lowtide.emulators.e2b.connect import RpcError, Stream
 from lowtide.emulators.e2b.model import Sandbox, UnknownUser
 from lowtide.emulators.faults import FaultName
+from lowtide.emulators.fields import FLAG, LIST_OF_TEXT, OBJECT, TEXT, TEXTS, check_fields, whole
 from lowtide.emulators.guest import WAKE
+from lowtide.emulators.request_check import Malformed
 from lowtide.emulators.web import drop
 from lowtide.errors import LowtideError
 from lowtide.providers.base import STDERR, ProcessHandle, TerminalSize
@@ -30,6 +32,9 @@ _WHEN_SETTLED = f"n=0; while [ ! -p {WAKE} ] && [ $n -lt 500 ]; do n=$((n+1)); s
 _SIGNALS = {"SIGNAL_SIGTERM": ("TERM", 15), "SIGNAL_SIGKILL": ("KILL", 9)}
 _LOUDEST = {"TERM": "terminated", "KILL": "killed"}
 _REMEMBERED = 1000
+
+
+_COMMAND = {"cmd": TEXT, "args": LIST_OF_TEXT, "envs": TEXTS, "cwd": TEXT}
 
 
 class GuestProcess:
@@ -166,6 +171,7 @@ class ProcessService:
                 raise RpcError("invalid_argument", f"invalid signal: {message.get('signal')}")
             await self._signal(sandbox, process, name[0])
         elif method == "Update":
+            check_fields(message, {"pty": OBJECT})
             size = (message.get("pty") or {}).get("size")
             if size is not None:
                 if not process.tty:
@@ -183,7 +189,7 @@ class ProcessService:
             process = await self._launch(request, sandbox, message)
             listening = process.listen()
             pid = await process.started()
-        except (RpcError, LowtideError, UnknownUser) as error:
+        except (RpcError, Malformed, LowtideError, UnknownUser) as error:
             await stream.open()
             return await stream.end(_as_rpc(error))
         sandbox.settled = True
@@ -260,9 +266,11 @@ class ProcessService:
             process.leave(listening)
 
     async def _launch(self, request: web.Request, sandbox: Sandbox, message: dict[str, Any]) -> GuestProcess:
-        config = message.get("process") or {}
-        if not config.get("cmd"):
-            raise RpcError("invalid_argument", "process.cmd is required")
+        check_fields(
+            message, {"process": OBJECT, "pty": OBJECT, "tag": TEXT, "stdin": FLAG}, required=("process",)
+        )
+        config = message["process"]
+        check_fields(config, _COMMAND, required=("cmd",))
         user = connect.user_of(request) or "user"
         home = await self.sandboxes.home(sandbox, user)
         cwd = posixpath.join(home, config["cwd"]) if config.get("cwd") else home
@@ -314,6 +322,8 @@ class ProcessService:
                     return process
             raise RpcError("not_found", f"process with tag {selector['tag']} not found")
         pid = selector.get("pid", 0)
+        if type(pid) is not int:
+            raise RpcError("invalid_argument", "pid must be a whole number")
         found = sandbox.processes.get(pid)
         if found is None and ended:
             found = self._ended.get((sandbox.sandbox_id, pid))
@@ -336,14 +346,16 @@ class ProcessService:
         try:
             async for message in connect.messages(request):
                 if "start" in message:
+                    check_fields(message, {"start": OBJECT, "data": OBJECT})
                     process = self._selected(sandbox, message["start"].get("process"))
                 elif "data" in message:
                     if process is None:
                         raise RpcError("invalid_argument", "data before start")
+                    check_fields(message, {"data": OBJECT})
                     await self._input(process, message["data"].get("input"))
-        except RpcError as error:
+        except (RpcError, Malformed) as error:
             await stream.open()
-            return await stream.end(error)
+            return await stream.end(_as_rpc(error))
         await stream.open()
         await stream.send({})
         return await stream.end()
@@ -369,8 +381,11 @@ class ProcessService:
             self.emulator.background(self.sandboxes.kill(sandbox.sandbox_id))
 
 
-def _size(size: dict[str, Any]) -> TerminalSize:
-    return TerminalSize(columns=int(size.get("cols") or 80), rows=int(size.get("rows") or 24))
+def _size(size: Any) -> TerminalSize:
+    if not isinstance(size, dict):
+        raise RpcError("invalid_argument", "size must be an object")
+    check_fields(size, {"cols": whole(0, 1000), "rows": whole(0, 1000)})
+    return TerminalSize(columns=size.get("cols") or 80, rows=size.get("rows") or 24)
 
 
 def _as_rpc(error: Exception) -> RpcError:
@@ -378,4 +393,6 @@ def _as_rpc(error: Exception) -> RpcError:
         return error
     if isinstance(error, UnknownUser):
         return RpcError("unauthenticated", str(error))
+    if isinstance(error, Malformed):
+        return RpcError("invalid_argument", str(error))
     return RpcError("internal", str(error))

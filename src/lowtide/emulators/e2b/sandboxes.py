@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from lowtide.emulators.agent.client import Agent
+from lowtide.emulators.agent.client import Agent, AgentError
 from lowtide.emulators.e2b import interpreter
 from lowtide.emulators.e2b.model import (
     DEFAULT_TIMEOUT_SECONDS,
@@ -334,6 +334,24 @@ class Sandboxes:
                     )
                     sandbox.agents[user] = agent
         return agent
+
+    async def make_directory(self, sandbox: Sandbox, user: str, path: str) -> tuple[dict[str, Any], bytes]:
+        """For `user`, also where only root may make one (`/workspace`).
+
+        The service's daemon is root, makes what is missing and gives it to the user. Nobody in a local
+        sandbox can give a file away, so root makes only the first directory, open to all.
+        """
+        agent = await self.agent(sandbox, user)
+        try:
+            return await agent.ask("mkdir", path=path)
+        except AgentError as error:
+            if error.kind != "EACCES" or user == "root" or not users_are_real():
+                raise
+        root = await self.agent(sandbox, "root")
+        await root.ask("open_way", path=path, home=await self.home(sandbox, user))
+        with contextlib.suppress(AgentError):  # it was the first that was missing
+            return await agent.ask("mkdir", path=path)
+        return await agent.ask("stat", path=path)
 
     async def _let_go(self, sandbox: Sandbox) -> None:
         closing: list[Awaitable[None]] = [agent.aclose() for agent in sandbox.agents.values()]

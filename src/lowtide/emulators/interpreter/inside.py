@@ -234,8 +234,24 @@ async def default_context(language: str) -> Context:
     return defaults[language]
 
 
+async def body_of(request: web.Request, **required: type) -> dict[str, Any]:
+    """The body as an object whose fields are what they may be; 422 otherwise, as the service's own server says."""
+    kinds = {"language": str, "context_id": str, "cwd": str, "env_vars": dict, **required}
+    try:
+        asked = await request.json() if request.can_read_body else {}
+    except (ValueError, LookupError, RecursionError):
+        raise web.HTTPUnprocessableEntity(text="the body is not JSON") from None
+    if not isinstance(asked, dict):
+        raise web.HTTPUnprocessableEntity(text="the body is not an object")
+    for name, kind in kinds.items():
+        given = asked.get(name)
+        if (given is not None or name in required) and not isinstance(given, kind):
+            raise web.HTTPUnprocessableEntity(text=f"{name} must be of type {kind.__name__}")
+    return asked
+
+
 async def post_execute(request: web.Request) -> web.StreamResponse:
-    asked = await request.json()
+    asked = await body_of(request, code=str)
     language, context_id = asked.get("language"), asked.get("context_id")
     if language and context_id:
         return web.Response(status=400, text="Only one of context_id or language can be provided")
@@ -251,7 +267,7 @@ async def post_execute(request: web.Request) -> web.StreamResponse:
         return web.Response(status=500, text=str(error))
     response = web.StreamResponse(headers={"Content-Type": "application/json"})
     await response.prepare(request)
-    items = context.execute(str(asked.get("code") or ""), asked.get("env_vars") or {})
+    items = context.execute(asked["code"], asked.get("env_vars") or {})
     try:
         async for item in items:
             await response.write(json.dumps(item).encode() + b"\n")
@@ -263,7 +279,7 @@ async def post_execute(request: web.Request) -> web.StreamResponse:
 
 
 async def post_contexts(request: web.Request) -> web.Response:
-    asked = await request.json() if request.can_read_body else {}
+    asked = await body_of(request)
     language = str(asked.get("language") or "python").lower().strip()
     context = Context(NAMES.get(language, language), asked.get("cwd") or config["home"])
     try:

@@ -1,0 +1,172 @@
+"""Malformed requests for every call a client knows: each field of each model, each body, each header, wrongly."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import inspect
+import json
+import pkgutil
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+WRONG: tuple[Any, ...] = (
+    None,
+    True,
+    0,
+    -1,
+    10**12,
+    10**30,
+    1.5,
+    1e308,
+    "",
+    "x",
+    "\0",
+    "\u0663",  # a digit, and not an ASCII one
+    "a" * 70_000,
+    "../../../etc/passwd",
+    [],
+    [None],
+    ["x", 1],
+    {},
+    {"a": 1},
+    {"a": {"b": [{}]}},
+)
+"""What JSON can carry and no field expects."""
+
+BODIES: tuple[bytes, ...] = (
+    b"",
+    b"no JSON",
+    b"[]",
+    b"null",
+    b'"text"',
+    b"1",
+    b"{",
+    b"NaN",
+    b"\xff\xfe{\x00}\x00",
+    b"\xef\xbb\xbf{}",
+    b'{"a": NaN}',
+    b'{"a": -Infinity}',
+    b'{"a": 1e999}',
+    b'{"a": ' + b"9" * 5000 + b"}",
+    b'{"a": "\\ud800"}',
+    b'{"\\udfff": 1}',
+    b'{"a": "\xff"}',
+    b'{"a":' * 2000 + b"1" + b"}" * 2000,
+    b"[" * 100_000,
+)
+"""What is no body of any call."""
+
+HEADERS: tuple[dict[bytes, bytes], ...] = (
+    {b"Host": b"["},
+    {b"Host": b"http://["},
+    {b"Host": b"127.0.0.1:99999999"},
+    {b"Host": b"\xff"},
+    {b"Origin": b"["},
+    {b"Origin": b"http://["},
+    {b"Origin": b"\xc3("},
+    {b"Authorization": b"Bearer \xff\xfe"},
+    {b"Authorization": b"Basic \xff"},
+    {b"X-API-KEY": b"\xed\xa0\x80"},
+    {b"X-Access-Token": b"\xff"},
+    {b"Content-Type": b"application/json; charset=no-such"},
+    {b"Content-Type": b"application/json; charset=utf-16"},
+    {b"Content-Type": b"multipart/form-data"},
+    {b"Content-Type": b"multipart/form-data; boundary="},
+    {b"Content-Type": b";;;"},
+    {b"Content-Encoding": b"gzip"},
+    {b"Content-Encoding": b"deflate"},
+    {b"Content-Encoding": b"no-such"},
+    {b"E2b-Sandbox-Port": b"\xd9\xa3"},
+    {b"E2b-Sandbox-Port": b"99999999999999999999"},
+    {b"Connect-Timeout-Ms": b"\xc2\xb2"},
+    {b"Connect-Timeout-Ms": b"9" * 400},
+    {b"Keepalive-Ping-Interval": b"9" * 400},
+    {b"Idempotency-Key": b"\xff"},
+    {b"Range": b"bytes=9-1"},
+    {b"If-Modified-Since": b"never"},
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a service, as its client has it."""
+
+    method: str
+    path: str
+    fields: tuple[str, ...] = ()
+    """Of the body, where it has one."""
+    sample: dict[str, Any] = field(default_factory=dict)
+    """A body that would do, so that a single wrong field is the only one."""
+    query: tuple[str, ...] = ()
+
+
+def bodies(call: Call) -> Iterator[bytes]:
+    """Wrong bodies of one call: each field wrongly, one at a time, then what is no body at all."""
+    for name in call.fields:
+        for value in WRONG:
+            yield json.dumps({**call.sample, name: value}).encode()
+        yield json.dumps({key: value for key, value in call.sample.items() if key != name}).encode()
+    yield from BODIES
+    yield gzip.compress(b"0" * 1_000_000)
+
+
+def from_pydantic_client(package: str) -> Iterator[Call]:
+    """The calls of a client that was generated with pydantic models: Daytona's."""
+    from pydantic import BaseModel
+
+    api = importlib.import_module(f"{package}.api")
+    for found in pkgutil.iter_modules(api.__path__, f"{package}.api."):
+        module = importlib.import_module(found.name)
+        for _, kind in inspect.getmembers(module, inspect.isclass):
+            if kind.__module__ != module.__name__:
+                continue
+            for name, serialize in inspect.getmembers(kind, inspect.isfunction):
+                if not name.endswith("_serialize"):
+                    continue
+                text = inspect.getsource(serialize)
+                sent = re.search(r"method='(\w+)',\s*resource_path='([^']+)'", text)
+                if sent is None:
+                    continue
+                models = [
+                    part
+                    for parameter in inspect.signature(
+                        getattr(kind, name.removeprefix("_").removesuffix("_serialize")), eval_str=True
+                    ).parameters.values()
+                    for part in _classes(parameter.annotation)
+                    if issubclass(part, BaseModel)
+                ]
+                fields = (
+                    tuple(info.alias or key for key, info in models[0].model_fields.items()) if models else ()
+                )
+                query = tuple(re.findall(r"_query_params\.append\(\('(\w+)'", text))
+                yield Call(method=sent[1], path=sent[2], fields=fields, query=query)
+
+
+def from_attrs_client(package: str) -> Iterator[Call]:
+    """The calls of a client that was generated with attrs models: E2B's."""
+    api = importlib.import_module(f"{package}.api")
+    for found in pkgutil.walk_packages(api.__path__, f"{package}.api."):
+        module = importlib.import_module(found.name)
+        make = getattr(module, "_get_kwargs", None)
+        if make is None:
+            continue
+        text = inspect.getsource(make)
+        method = re.search(r'"method": "(\w+)"', text)
+        path = re.search(r'"url": f?"([^"]+)"', text)
+        if method is None or path is None:
+            continue
+        body = inspect.signature(make, eval_str=True).parameters.get("body")
+        models = list(_classes(body.annotation)) if body is not None else []
+        fields = tuple(re.findall(r'd\.pop\(\s*"(\w+)"', inspect.getsource(models[0]))) if models else ()
+        query = tuple(re.findall(r'params\["(\w+)"\]', text))
+        yield Call(method=method[1].upper(), path=path[1], fields=fields, query=query)
+
+
+def _classes(annotation: Any) -> Iterator[type]:
+    if inspect.isclass(annotation):
+        yield annotation
+    for part in getattr(annotation, "__args__", ()):
+        yield from _classes(part)

@@ -1,0 +1,345 @@
+"""Malformed requests at every call of the emulated services: refused as the service refuses, never an internal error.
+
+What one caller sends wrongly must not spoil anything for another: afterwards a neighbour's sandbox is still
+listed, found and used, and a quickstart runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import re
+import socket
+from collections.abc import Iterable, Iterator
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import pytest
+
+from lowtide.emulators.handle import Handle
+from lowtide.testing import emulator
+from tests.emulators.hostile import HEADERS, Call, bodies, from_attrs_client, from_pydantic_client
+
+pytest.importorskip("daytona")
+pytest.importorskip("e2b")
+
+ALLOWED = {501, 502}  # not emulated; nobody listens on that port of the sandbox
+SLOWEST_SECONDS = 20.0
+
+
+class Sender:
+    """Plain HTTP over one connection, with whatever bytes a test wants in a header."""
+
+    def __init__(self, base: str, headers: dict[bytes, bytes]) -> None:
+        parts = urlsplit(base)
+        self.prefix, self.netloc, self.headers = parts.path, parts.netloc, headers
+        self.connection = http.client.HTTPConnection(
+            parts.hostname or "", parts.port, timeout=SLOWEST_SECONDS
+        )
+
+    def __call__(
+        self, method: str, path: str, body: bytes = b"", headers: dict[bytes, bytes] | None = None
+    ) -> tuple[int, bytes]:
+        sent = {
+            b"Host": self.netloc.encode(),
+            b"Content-Type": b"application/json",
+            **self.headers,
+            **(headers or {}),
+        }
+        try:
+            self.connection.putrequest(method, self.prefix + path, skip_host=True, skip_accept_encoding=True)
+            for name, value in sent.items():
+                self.connection.putheader(name, value)  # type: ignore[arg-type]
+            self.connection.putheader("Content-Length", str(len(body)))
+            self.connection.endheaders(body)
+            answer = self.connection.getresponse()
+            return answer.status, answer.read(4_000_000)
+        except (TimeoutError, ConnectionError, http.client.HTTPException) as error:
+            self.connection.close()
+            if isinstance(error, TimeoutError):
+                raise AssertionError(f"{method} {path}: no answer in {SLOWEST_SECONDS:.0f} s") from None
+            return 0, b""
+
+    def json(self, method: str, path: str, body: Any = None) -> Any:
+        status, data = self(method, path, b"" if body is None else json.dumps(body).encode())
+        assert 200 <= status < 300, (method, path, status, data)
+        return json.loads(data) if data else None
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Handle]:
+    with emulator("e2b", "daytona", plain=True, limit=24, home=tmp_path_factory.mktemp("emulator")) as handle:
+        yield handle
+
+
+def e2b(served: Handle, *, key: bool = True) -> Sender:
+    given = served.environment["E2B_API_KEY"].encode() if key else b"e2b_no"
+    return Sender(served.urls["e2b"], {b"X-API-KEY": given})
+
+
+def daytona(served: Handle, part: str = "/api", *, key: bool = True) -> Sender:
+    given = served.environment["DAYTONA_API_KEY"].encode() if key else b"dtn_no"
+    return Sender(served.urls["daytona"] + part, {b"Authorization": b"Bearer " + given})
+
+
+@pytest.fixture
+def e2b_neighbour(served: Handle) -> Iterator[str]:
+    send = e2b(served)
+    made = send.json("POST", "/sandboxes", {"templateID": "base", "timeout": 600})["sandboxID"]
+    yield made
+    # Nothing that was sent has spoiled what others see and do.
+    assert made in [one["sandboxID"] for one in send.json("GET", "/v2/sandboxes")]
+    send.json("GET", f"/sandboxes/{made}")
+    for one in send.json("GET", "/v2/sandboxes"):
+        send.json("DELETE", f"/sandboxes/{one['sandboxID']}")
+    quick = send.json("POST", "/sandboxes", {"templateID": "base"})["sandboxID"]
+    send.json("DELETE", f"/sandboxes/{quick}")
+    assert send.json("GET", "/v2/sandboxes") == []
+
+
+@pytest.fixture
+def daytona_neighbour(served: Handle) -> Iterator[str]:
+    send = daytona(served)
+    made = send.json("POST", "/sandbox", {})["id"]
+    yield made
+    assert made in [one["id"] for one in send.json("GET", "/sandbox?limit=100")["items"]]
+    inside = daytona(served, f"/toolbox/{made}")
+    assert inside.json("POST", "/process/execute", {"command": "echo hello"})["result"] == "hello\n"
+    for one in send.json("GET", "/sandbox?limit=100")["items"]:
+        status, _ = send("DELETE", f"/sandbox/{one['id']}")
+        assert status in (200, 404, 409)
+
+
+def attempts(calls: Iterable[Call], send: Sender, known: dict[str, str]) -> list[str]:
+    """Everything wrong about every call; answers the ones that got an internal error."""
+    failed = []
+    for call in calls:
+        path = re.sub(r"\{(\w+)\}", lambda found: known.get(found[1], "none"), call.path)
+        tried: list[tuple[str, bytes, dict[bytes, bytes]]] = [
+            (path, body, {}) for body in (bodies(call) if call.method != "GET" else ())
+        ]
+        tried += [
+            (f"{path}?{name}={quote(value)}", b"", {})
+            for name in call.query
+            for value in ("", "x", "-1", "\u0663", "9" * 30, "9" * 5000, "\0", "1e308", "\ud7ff", "NaN")
+        ]
+        tried += [(f"{path}?{name}=%ED%A0%80%FF", b"", {}) for name in call.query]
+        for name in re.findall(r"\{(\w+)\}", call.path):
+            for value in ("%00", "%FF", "..%2F..", "\u0663", "9" * 30, "x" * 3000, "%F0%9F%92%A9"):
+                wrong = re.sub(
+                    r"\{(\w+)\}",
+                    lambda found, name=name, value=value: (
+                        quote(value, safe="%") if found[1] == name else known.get(found[1], "none")
+                    ),
+                    call.path,
+                )
+                tried.append((wrong, b"{}", {}))
+        for target, body, headers in tried:
+            status, data = send(call.method, target, body, headers)
+            if status >= 500 and status not in ALLOWED:
+                failed.append(
+                    f"{call.method} {target[:120]} {body[:120]!r} {headers}: {status} {data[:200]!r}"
+                )
+    return failed
+
+
+def report(failed: list[str]) -> None:
+    assert not failed, f"{len(failed)} internal errors:\n" + "\n".join(failed[:60])
+
+
+def test_hostile_requests_at_every_call_of_e2b_are_refused(served: Handle, e2b_neighbour: str) -> None:
+    samples = {"POST /sandboxes": {"templateID": "base"}, "POST /v2/sandboxes": {"templateID": "base"}}
+    calls = [
+        Call(
+            method=call.method,
+            path=call.path,
+            fields=call.fields,
+            query=call.query,
+            sample=samples.get(f"{call.method} {call.path}", {}),
+        )
+        for call in from_attrs_client("e2b.api.client")
+    ]
+    assert len(calls) > 40
+    send = e2b(served)
+    victim = send.json("POST", "/sandboxes", {"templateID": "base"})["sandboxID"]
+    report(attempts(calls, send, {"sandbox_id": victim}))
+
+
+def test_hostile_headers_are_refused_before_anything_else(
+    served: Handle, e2b_neighbour: str, daytona_neighbour: str
+) -> None:
+    targets = [
+        (e2b(served), "GET", "/v2/sandboxes"),
+        (e2b(served), "POST", "/sandboxes"),
+        (e2b(served, key=False), "POST", "/sandboxes"),
+        (daytona(served), "GET", "/sandbox"),
+        (daytona(served), "POST", "/sandbox"),
+        (daytona(served, key=False), "POST", "/sandbox"),
+        (daytona(served, f"/toolbox/{daytona_neighbour}"), "POST", "/process/execute"),
+        (daytona(served, f"/toolbox/{daytona_neighbour}"), "POST", "/files/upload?path=x"),
+        (daytona(served, f"/toolbox/{daytona_neighbour}"), "POST", "/files/bulk-upload"),
+    ]
+    failed = []
+    for send, method, path in targets:
+        for headers in HEADERS:
+            status, data = send(method, path, b"{no}", headers)
+            if status >= 500 or (method == "POST" and status in (200, 201)):
+                failed.append(f"{method} {path} {headers}: {status} {data[:200]!r}")
+    report(failed)
+
+
+def test_hostile_requests_at_every_call_of_daytonas_control_plane_are_refused(
+    served: Handle, daytona_neighbour: str
+) -> None:
+    calls = list(from_pydantic_client("daytona_api_client"))
+    assert len(calls) > 150
+    send = daytona(served)
+    victim = send.json("POST", "/sandbox", {})["id"]
+    known = {"sandboxId": victim, "sandboxIdOrName": victim, "port": "3000"}
+    report(attempts(calls, send, known))
+
+
+def test_hostile_requests_at_every_call_of_daytonas_toolbox_are_refused(
+    served: Handle, daytona_neighbour: str
+) -> None:
+    samples: dict[str, dict[str, Any]] = {
+        "/process/execute": {"command": "true"},
+        "/process/code-run": {"code": "1"},
+        "/process/session": {"sessionId": "s1"},
+        "/process/session/{sessionId}/exec": {"command": "true"},
+        "/process/pty": {"id": "p1"},
+    }
+    calls = [
+        Call(
+            method=call.method,
+            path=call.path,
+            fields=call.fields,
+            query=call.query,
+            sample=samples.get(call.path, {}),
+        )
+        for call in from_pydantic_client("daytona_toolbox_api_client")
+    ]
+    assert len(calls) > 90
+    control = daytona(served)
+    victim = control.json("POST", "/sandbox", {})["id"]
+    send = daytona(served, f"/toolbox/{victim}")
+    send("POST", "/process/session", b'{"sessionId": "none"}')
+    report(attempts(calls, send, {}))
+
+
+_RPC = {
+    "process.Process": {
+        "List": {},
+        "Update": {"process": {"pid": 1}, "pty": {"size": {"cols": 80, "rows": 24}}},
+        "SendInput": {"process": {"pid": 1}, "input": {"stdin": "YQ=="}},
+        "SendSignal": {"process": {"pid": 999_999}, "signal": "SIGNAL_SIGTERM"},
+        "CloseStdin": {"process": {"pid": 1}},
+    },
+    "filesystem.Filesystem": {
+        "Stat": {"path": "/tmp"},
+        "MakeDir": {"path": "/tmp/made"},
+        "Move": {"source": "/tmp/a", "destination": "/tmp/b"},
+        "ListDir": {"path": "/tmp", "depth": 1},
+        "Remove": {"path": "/tmp/none"},
+        "CreateWatcher": {"path": "/tmp", "recursive": False},
+        "GetWatcherEvents": {"watcherId": "none"},
+        "RemoveWatcher": {"watcherId": "none"},
+    },
+}
+
+
+def test_hostile_requests_at_envd_are_refused(served: Handle, e2b_neighbour: str) -> None:
+    made = e2b(served).json("POST", "/sandboxes", {"templateID": "base", "secure": False})["sandboxID"]
+    send = e2b(served)
+    send.headers |= {b"E2b-Sandbox-Id": made.encode()}
+    calls = [
+        Call(method="POST", path=f"/{service}/{method}", fields=tuple(sample), sample=sample)
+        for service, methods in _RPC.items()
+        for method, sample in methods.items()
+    ]
+    calls += [Call(method="POST", path="/files", query=("path", "username", "signature"))]
+    calls += [
+        Call(method="GET", path="/files", query=("path", "username", "signature", "signature_expiration"))
+    ]
+    failed = attempts(calls, send, {})
+    stream = {b"Content-Type": b"application/connect+json", b"Connect-Timeout-Ms": b"500"}
+    for body in (b"", b"\0", b"\0\0\0\0\2{}", b"\0\xff\xff\xff\xff", b"\0\0\0\0\2[]", b"\2\0\0\0\2{}"):
+        for path in ("/process.Process/Start", "/process.Process/Connect", "/filesystem.Filesystem/WatchDir"):
+            status, data = send("POST", path, body, stream)
+            if status >= 500 and status not in ALLOWED:
+                failed.append(f"{path} {body!r}: {status} {data[:200]!r}")
+    start = {"process": {"cmd": "/bin/true", "args": [], "envs": {}, "cwd": "/"}}
+    for name in start["process"]:
+        for value in (None, 1, "\0", [1], {"a": 1}, [["x"]], {"\0": "x"}, {"a=b": "x"}):
+            text = json.dumps({"process": {**start["process"], name: value}}).encode()
+            status, data = send(
+                "POST", "/process.Process/Start", b"\0" + len(text).to_bytes(4, "big") + text, stream
+            )
+            if status >= 500 and status not in ALLOWED:
+                failed.append(f"start {name}={value!r}: {status} {data[:200]!r}")
+    report(failed)
+
+
+def test_the_admin_endpoint_refuses_what_would_break_every_later_call(served: Handle) -> None:
+    parts = urlsplit(served._admin["url"])
+    send = Sender(
+        f"http://{parts.netloc}{parts.path}",
+        {b"Authorization": b"Bearer " + served._admin["token"].encode()},
+    )
+    for seconds in (b"1e308", b"NaN", b"Infinity", b"-1", b'"x"', b"null", b"true", b"9" * 400, b"[]"):
+        status, data = send("POST", "/clock", b'{"advance_seconds": ' + seconds + b"}")
+        assert status == 400, (seconds, status, data)
+    for fault in (
+        b"[]",
+        b"1",
+        b'{"name": []}',
+        b'{"name": "rate-limit", "seconds": NaN}',
+        b'{"provider": 1}',
+    ):
+        status, data = send("POST", "/faults", fault)
+        assert status == 400, (fault, status, data)
+    assert send("DELETE", "/faults/%D9%A3")[0] in (400, 404)
+    assert send("DELETE", "/faults/x")[0] in (400, 404)
+    for headers in HEADERS:
+        assert send("GET", "/state", b"", headers)[0] in (0, 200, 400, 401, 403, 415)
+    assert send.json("GET", "/state")["now"] > 0
+
+
+def test_nothing_is_done_without_a_token(served: Handle, e2b_neighbour: str, daytona_neighbour: str) -> None:
+    before = served.state()["sandboxes"]
+    known = {
+        "sandbox_id": e2b_neighbour,
+        "sandboxId": daytona_neighbour,
+        "sandboxIdOrName": daytona_neighbour,
+        "sessionId": "s",
+    }
+    senders = [
+        (e2b(served, key=False), from_attrs_client("e2b.api.client")),
+        (daytona(served, key=False), from_pydantic_client("daytona_api_client")),
+        (
+            daytona(served, f"/toolbox/{daytona_neighbour}", key=False),
+            from_pydantic_client("daytona_toolbox_api_client"),
+        ),
+    ]
+    let_in = []
+    for send, calls in senders:
+        for call in calls:
+            path = re.sub(r"\{(\w+)\}", lambda found: known.get(found[1], "none"), call.path)
+            status, _ = send(call.method, path, b'{"templateID": "base"}')
+            if status not in (400, 401, 403, 404, 405) and path not in ("/health", "/config"):
+                let_in.append(f"{call.method} {path}: {status}")
+    assert not let_in
+    after = served.state()["sandboxes"]
+    for name in before:
+        assert [one["sandbox_id"] for one in before[name]] == [one["sandbox_id"] for one in after[name]]
+
+
+def test_the_proxy_refuses_hosts_and_ports_that_cannot_be(served: Handle) -> None:
+    parts = urlsplit(served._admin["url"])
+    for target in (b"x:99999", b"x:0", b"[:443", b"x:\xd9\xa3", b"x", b":443", b"x:-1", b"x:443:443 "):
+        with contextlib.closing(socket.create_connection((parts.hostname, parts.port), 10)) as connection:
+            connection.sendall(b"CONNECT " + target + b" HTTP/1.1\r\n\r\n")
+            connection.settimeout(10)
+            answer = connection.recv(100)
+        assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 407")), (target, answer)
