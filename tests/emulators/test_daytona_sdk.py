@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 
 from lowtide.emulators.handle import Handle
@@ -489,3 +490,35 @@ async def test_the_async_sdk_hears_of_changes_by_events(
         await box.start()
         assert (await box.process.exec("echo again")).result == "again\n"
         await box.delete(wait=True)
+
+
+def test_null_bytes_of_a_session_are_kept(daytona_create: Create) -> None:
+    sandbox = daytona_create()
+    sandbox.process.create_session("z")
+    asked = sdk.SessionExecuteRequest(command="printf 'a\\0b\\n'")
+    assert sandbox.process.execute_session_command("z", asked).stdout == "a\0b\n"
+
+
+def test_a_session_command_of_five_megabytes_runs(daytona_create: Create) -> None:
+    sandbox = daytona_create()
+    sandbox.process.create_session("long")
+    asked = sdk.SessionExecuteRequest(command=f"text={'x' * 5_000_000}; echo ${{#text}}")
+    assert sandbox.process.execute_session_command("long", asked).stdout == "5000000\n"
+
+
+def test_a_search_ends_when_its_caller_leaves(daytona: Handle, daytona_create: Create) -> None:
+    sandbox = daytona_create()
+    sandbox.process.exec("mkfifo pipe && ln -s /dev/zero endless")
+    url = f"{daytona.urls['daytona']}/toolbox/{sandbox.id}/files/find?path=/&pattern=no-such-text-anywhere"
+    key = daytona.environment["DAYTONA_API_KEY"]
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.get(url, headers={"Authorization": f"Bearer {key}"}, timeout=0.5, trust_env=False)
+    until = time.monotonic() + 20
+    while "searching" in (left := sandbox.process.exec(COUNT_SEARCHES).result):
+        assert time.monotonic() < until, left
+        time.sleep(0.1)
+
+
+COUNT_SEARCHES = """for p in /proc/[0-9]*; do
+  tr '\\0' ' ' < $p/cmdline 2>/dev/null | grep -q 'What run[s] inside the sandbox for one question' && echo searching
+done; true"""

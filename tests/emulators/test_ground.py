@@ -303,3 +303,29 @@ def test_an_emulator_that_ends_while_it_is_asked_for_sandboxes_leaves_nothing(tm
         creator.join(120)
     assert list((tmp_path / "emulators").iterdir()) == []
     assert processes_with(str(tmp_path)) == []
+
+
+def test_a_command_ends_with_a_killed_emulator(tmp_path: Path) -> None:
+    noted = tmp_path / "pid"
+    program = f"import os, pathlib, time; pathlib.Path({str(noted)!r}).write_text(str(os.getpid())); time.sleep(300)"
+    command = [sys.executable, "-c", "from lowtide.cli import main; main()", "emulate", "e2b", "--"]
+    emulating = subprocess.Popen([*command, sys.executable, "-c", program])
+    try:
+        until = time.monotonic() + 60
+        while not (noted.exists() and noted.read_text()):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    finally:
+        emulating.kill()
+        emulating.wait()
+    until = time.monotonic() + 20
+    while processes_alive(int(noted.read_text())):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def processes_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -12,6 +13,8 @@ from typing import Any
 
 from lowtide.emulators.ground import Ground, Settings
 from lowtide.errors import MissingDependencyError
+
+_PR_SET_PDEATHSIG = 1
 
 
 def serve(
@@ -69,7 +72,9 @@ async def _run(
     command: tuple[str, ...], environment: dict[str, str], end: asyncio.Event, caught: list[int]
 ) -> int:
     try:
-        child = await asyncio.create_subprocess_exec(*command, env={**os.environ, **environment})
+        child = await asyncio.create_subprocess_exec(
+            *command, env={**os.environ, **environment}, preexec_fn=_end_with_parent(os.getpid())
+        )
     except FileNotFoundError:
         sys.stderr.write(f"lowtide emulate: {command[0]}: command not found\n")
         return 127
@@ -89,6 +94,18 @@ async def _run(
                     child.send_signal(caught[-1] if caught else signal.SIGTERM)
     code = waiting.result()
     return 128 - code if code < 0 else code
+
+
+def _end_with_parent(parent: int) -> Callable[[], None]:
+    """In the command, before it starts: SIGTERM when the emulator is killed, since all it talks to is gone then."""
+    libc = ctypes.CDLL(None)
+
+    def arm() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:  # killed between the fork and now
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return arm
 
 
 def _watch_stdin(loop: asyncio.AbstractEventLoop, end: asyncio.Event) -> None:

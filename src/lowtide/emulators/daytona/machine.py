@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from lowtide.emulators.agent.client import Agent, AgentError
 from lowtide.emulators.daytona.answers import Refused
 from lowtide.emulators.guest import first_process, users_are_real
+from lowtide.errors import LowtideError
 from lowtide.providers.base import ProcessHandle, TerminalSize
 
 if TYPE_CHECKING:
@@ -137,6 +138,9 @@ class Machine:
             async for stream, piece in handle.output():
                 streams[stream] += piece
             return await handle.wait(), bytes(streams[1]), bytes(streams[2])
+        except asyncio.CancelledError:  # the caller has left: nobody wants what it would still find
+            await asyncio.shield(asyncio.ensure_future(_end(handle)))
+            raise
         finally:
             if feeding is not None:
                 feeding.cancel()
@@ -157,6 +161,11 @@ class Machine:
                         home=self.home(sandbox),
                     )
         return sandbox.agent
+
+
+async def _end(handle: ProcessHandle) -> None:
+    with contextlib.suppress(LowtideError):
+        await handle.terminate(0.0)
 
 
 async def feed(handle: ProcessHandle, data: bytes) -> None:

@@ -12,6 +12,7 @@ import secrets
 import shlex
 import tempfile
 import uuid
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from lowtide.emulators.daytona.answers import Refused
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from lowtide.emulators.daytona.sandbox import Sandbox
 
 _IN_MEMORY = 1 << 20
+_LONGEST_LINE = 64 << 10
+"""Bash reads its standard input byte by byte, a second for each megabyte; what is longer goes through a file."""
+_FROM_FILE = '"$(cat {file}; rm -f {file})"'
 _START = "exec 7>&1 8>&2; mkdir -m 700 -p {directory}\n"
 # What is not waited for can be sent input: its pipe is held open by the shell itself, so it never sees an end.
 _OPEN_INPUT, _NO_INPUT = "mkfifo {pipe} && exec 9<>{pipe}\n", "exec 9</dev/null\n"
@@ -85,10 +89,8 @@ class Command:
         self._lines = {STDOUT: b"", STDERR: b""}
 
     def take(self, stream: int, data: bytes) -> None:
-        """The daemon keeps lines of text: what is not a line yet waits, and null bytes are not text."""
-        whole, newline, self._lines[stream] = (self._lines[stream] + data.replace(b"\0", b"")).rpartition(
-            b"\n"
-        )
+        """The daemon keeps lines: what is not a line yet waits."""
+        whole, newline, self._lines[stream] = (self._lines[stream] + data).rpartition(b"\n")
         if newline:
             self.log.add(stream, whole + newline)
 
@@ -120,6 +122,7 @@ class Shell:
     async def start(self, machine: Machine, sandbox: Sandbox) -> None:
         self._handle = await machine.start(sandbox, ("/bin/bash", "--norc", "--noprofile"), stdin=True)
         self._pump = asyncio.create_task(self._read(self._handle))
+        self._agent = await machine.agent(sandbox)
         await self._write(_START.format(directory=self._directory))
 
     async def run(self, text: str, *, interactive: bool, echo: bool) -> Command:
@@ -131,7 +134,12 @@ class Shell:
         self._queue.append(command)
         pipe = f"{self._directory}/{command.command_id}"
         script = (_OPEN_INPUT if interactive else _NO_INPUT) + _RUN
-        await self._write(script.format(pipe=pipe, text=shlex.quote(text), mark=shlex.quote(command.mark)))
+        if len(text) > _LONGEST_LINE:
+            await self._agent.write_file(f"{pipe}.text", _once(text.encode()))
+            quoted = _FROM_FILE.format(file=f"{pipe}.text")
+        else:
+            quoted = shlex.quote(text)
+        await self._write(script.format(pipe=pipe, text=quoted, mark=shlex.quote(command.mark)))
         return command
 
     async def _write(self, text: str) -> None:
@@ -211,6 +219,10 @@ class Shell:
             command.log.wake()
         if self._handle is not None:
             await self._handle.aclose()
+
+
+async def _once(data: bytes) -> AsyncIterator[bytes]:
+    yield data
 
 
 def _tail(data: bytes, mark: bytes) -> int:

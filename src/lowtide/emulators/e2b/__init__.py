@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from lowtide.emulators.web import Handler
 
 _ENVD = 49983
+_DOMAIN = "e2b.lowtide.invalid"
+"""Resolves nowhere, by RFC 6761: a client that knows neither the URLs nor the proxy fails, and never gets out."""
 _LARGEST_BODY = 64 << 20  # a message of envd, which carries stdin
 _PORT_HOST = re.compile(r"(\d{1,5})-([a-z0-9]+)\.")
 _EDGE_HEADERS = frozenset({"e2b-sandbox-id", "e2b-sandbox-port", "e2b-traffic-access-token"})
@@ -40,7 +42,7 @@ _EDGE_HEADERS = frozenset({"e2b-sandbox-id", "e2b-sandbox-port", "e2b-traffic-ac
 
 class E2BEmulator:
     name: ClassVar[str] = "e2b"
-    domains: ClassVar[tuple[str, ...]] = ("e2b.app", "e2b.dev")
+    domains: ClassVar[tuple[str, ...]] = (_DOMAIN, "e2b.app", "e2b.dev")
 
     def __init__(self, ground: Ground) -> None:
         self.ground = ground
@@ -71,10 +73,14 @@ class E2BEmulator:
         return self._server.connection()
 
     def environment(self, *, plain: bool) -> dict[str, str]:
-        if plain:
-            url = self._address.url
-            return {"E2B_API_KEY": self.api_key, "E2B_API_URL": url, "E2B_SANDBOX_URL": url}
-        return {"E2B_API_KEY": self.api_key, "E2B_DOMAIN": "e2b.app", **self.ground.proxy_environment()}
+        url = self._address.url
+        found = {
+            "E2B_API_KEY": self.api_key,
+            "E2B_DOMAIN": _DOMAIN,
+            "E2B_API_URL": url,
+            "E2B_SANDBOX_URL": url,
+        }
+        return found if plain else {**found, **self.ground.proxy_environment()}
 
     def sandboxes(self) -> list[dict[str, Any]]:
         return [
