@@ -197,8 +197,9 @@ class FaultyProvider:
             )
         _die_if(fault, "before")
         if "commit_after_seconds" in fault:
-            await asyncio.sleep(float(fault.get("hold_seconds", 0.0)))
-            self._commit(spec, visible_from=_now(self._directory) + float(fault["commit_after_seconds"]))
+            held, late = float(fault.get("hold_seconds", 0.0)), float(fault["commit_after_seconds"])
+            self._commit(spec, visible_from=_now(self._directory) + held + late)
+            await asyncio.sleep(held)
             raise SandboxUnavailableError("the connection dropped", provider=self.name)
         info = self._commit(spec)
         _die_if(fault, "committed")

@@ -23,6 +23,7 @@ from lowtide.providers.base import (
     SandboxState,
     Traits,
     Url,
+    nothing_sent,
 )
 from lowtide.providers.daytona import changing, creation, looking, states
 from lowtide.providers.daytona.access import Access
@@ -101,8 +102,9 @@ class DaytonaProvider:
     # Lifecycle
 
     async def create(self, spec: SandboxSpec) -> SandboxInfo:
-        sdk = await self._client.sdk()
-        asked = creation.parameters(spec, self._access.snapshot)
+        with nothing_sent():
+            sdk = await self._client.sdk()
+            asked = creation.parameters(spec, self._access.snapshot)
         try:
             with mapped():
                 # timeout=0: the SDK's own would be an alarm or a cancelled task; the bound is ours.

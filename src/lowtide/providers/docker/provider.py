@@ -30,6 +30,7 @@ from lowtide.providers.base import (
     SandboxState,
     Traits,
     Url,
+    nothing_sent,
 )
 from lowtide.providers.docker import container, endings, files, images
 from lowtide.providers.docker.channel import ChannelFull, ChannelProcess
@@ -140,7 +141,8 @@ class DockerProvider:
     # -- creating
 
     async def create(self, spec: SandboxSpec) -> SandboxInfo:
-        client = await self.client()
+        with nothing_sent():
+            client = await self.client()
         image = spec.snapshot or spec.image or self._environ.get("LOWTIDE_DOCKER_IMAGE") or DEFAULT_IMAGE
         await Creation(self, client, spec, image).run()
         info = self._ours[spec.lease_id] = container.created_now(spec)

@@ -27,6 +27,7 @@ from lowtide.providers.base import (
     SandboxState,
     Traits,
     Url,
+    nothing_sent,
 )
 from lowtide.providers.e2b import creation
 from lowtide.providers.e2b.access import Access
@@ -129,8 +130,10 @@ class E2BProvider:
     # Lifecycle
 
     async def create(self, spec: SandboxSpec) -> SandboxInfo:
-        options = options_of(spec)
-        asked = creation.arguments(spec, options, self._access.template)
+        with nothing_sent():
+            self._sdk()
+            options = options_of(spec)
+            asked = creation.arguments(spec, options, self._access.template)
         began = time.monotonic()
         try:
             made = await self._create(asked, CREATE_SECONDS)

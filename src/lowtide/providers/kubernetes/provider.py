@@ -20,6 +20,7 @@ from lowtide.providers.base import (
     SandboxState,
     Traits,
     Url,
+    nothing_sent,
 )
 from lowtide.providers.kubernetes import access, manifest, status
 from lowtide.providers.kubernetes.failures import ApiError, mapped
@@ -117,8 +118,9 @@ class KubernetesProvider:
     # Lifecycle
 
     async def create(self, spec: SandboxSpec) -> SandboxInfo:
-        manifest.check(spec)
-        options = manifest.options_of(spec)
+        with nothing_sent():
+            manifest.check(spec)
+            options = manifest.options_of(spec)
         namespace = options.namespace or self._access.namespace
         name = manifest.pod_name(spec.lease_id)
         sandbox_id = self._id(namespace, name)

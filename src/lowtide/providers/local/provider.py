@@ -24,6 +24,7 @@ from lowtide.providers.base import (
     SandboxState,
     Traits,
     Url,
+    nothing_sent,
 )
 from lowtide.providers.images.store import ImageStore
 from lowtide.providers.local import destroy, files, idle, pausing, rooms, seccomp, vacant
@@ -109,17 +110,18 @@ class LocalProvider:
     # ------------------------------------------------------------ create
 
     async def create(self, spec: SandboxSpec) -> SandboxInfo:
-        place = self._place(spec.lease_id)
-        _check_network(spec)
-        if not seccomp.supported() or idle.program() is None:
-            raise UnsupportedError(
-                f"the local provider does not know this machine's architecture ({os.uname().machine})",
-                provider="local",
-                feature="architecture",
-                alternative="the docker provider",
-            )
-        client = await self._workshop.start()
-        foundation = await self._workshop.foundation(spec)
+        with nothing_sent():
+            place = self._place(spec.lease_id)
+            _check_network(spec)
+            if not seccomp.supported() or idle.program() is None:
+                raise UnsupportedError(
+                    f"the local provider does not know this machine's architecture ({os.uname().machine})",
+                    provider="local",
+                    feature="architecture",
+                    alternative="the docker provider",
+                )
+            client = await self._workshop.start()
+            foundation = await self._workshop.foundation(spec)
         launch = Launch(self._workshop, client, place, spec, foundation)
         if not launch.reserve():
             return await self.get(spec.lease_id)
