@@ -216,6 +216,9 @@ def test_a_preview_link_needs_its_token(daytona_create: Create) -> None:
     httpx = pytest.importorskip("httpx")
     with httpx.Client(trust_env=False) as web:
         assert web.get(f"{signed.url}/index.html").text == "hello\n"
+        page = signed.url.partition("?")[0] + "index.html"
+        assert web.get(page).text == "hello\n"  # by the cookie, as a browser fetches what a page names
+        assert fetched(page)[0] == 401
         box.expire_signed_preview_url(3000, signed.token)
         assert web.get(signed.url).status_code == 401
     if hasattr(box, "set_public"):  # not in older SDKs

@@ -55,8 +55,9 @@ class PortProxy:
         path: str | None = None,
         headers: Mapping[str, str] | None = None,
         drop: frozenset[str] = frozenset(),
+        added: Mapping[str, str] | None = None,
     ) -> web.StreamResponse:
-        """Answer `request` with what `base` answers. PortClosed when nothing is there."""
+        """Answer `request` with what `base` answers, `added` on its head. PortClosed when nothing is there."""
         target = base.rstrip("/") + (request.raw_path if path is None else path)
         passed: CIMultiDict[str] = CIMultiDict(
             (name, value)
@@ -81,6 +82,8 @@ class PortProxy:
             for name, value in answer.headers.items():
                 if name.lower() not in _HOP_BY_HOP:
                     response.headers.add(name, value)
+            for name, value in (added or {}).items():
+                response.headers.add(name, value)
             await response.prepare(request)
             try:
                 async for piece in answer.content.iter_any():

@@ -7,12 +7,11 @@ port gets a listener; paths, cookies and WebSockets then work as they do there.
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import hmac
 import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from aiohttp import web
 
@@ -65,7 +64,7 @@ class Previews:
         preview = await self._preview(sandbox, port)
         token = secrets.token_hex(16)
         preview.signed[token] = self.ground.clock.now() + seconds
-        return f"http://{token}:@{preview.address[0]}:{preview.address[1]}", token
+        return f"http://{preview.address[0]}:{preview.address[1]}/?{_QUERY}={token}", token
 
     def expire(self, sandbox: Sandbox, port: int, token: str) -> None:
         preview = self._open.get((sandbox.sandbox_id, port))
@@ -109,29 +108,45 @@ class Previews:
         if sandbox.state is not SandboxState.STARTED:
             return proxy_error(request, 400, f"bad request: sandbox is {sandbox.state}")
         headers = {"Host": f"localhost:{preview.port}"}
-        drop = _OWN_HEADERS | ({"authorization"} if _basic(request) in preview.signed else set())
+        token, path = _asked(request)
+        # So that what a page loads from there, without the query, is let in too.
+        cookie = f"{_cookie(preview)}={token}; Path=/; HttpOnly; SameSite=Lax"
+        added = {"Set-Cookie": cookie} if token in preview.signed else {}
         try:
             inner = await self.ground.backing.url(sandbox.backing, preview.port)
-            return await self._proxy.forward(request, inner.url, headers=headers, drop=drop)
+            return await self._proxy.forward(
+                request, inner.url, path=path, headers=headers, drop=_OWN_HEADERS, added=added
+            )
         except PortClosed:
             return proxy_error(request, 502, f"bad gateway: nothing listens on port {preview.port}")
         except (LowtideError, Refused) as error:
             return proxy_error(request, 502, f"bad gateway: {error}")
 
     def _may(self, request: web.Request, preview: _Preview) -> bool:
-        for given in (request.headers.get(_HEADER), request.query.get(_QUERY)):
-            if given and hmac.compare_digest(given.encode(), preview.sandbox.preview_token.encode()):
+        asked = _asked(request)[0]
+        for given in (request.headers.get(_HEADER, ""), asked):
+            if _same(given, preview.sandbox.preview_token):
                 return True
-        token = _basic(request) or request.query.get(_QUERY, "")
-        return preview.signed.get(token, 0.0) > self.ground.clock.now()
+        for given in (asked, request.cookies.get(_cookie(preview), "")):
+            if preview.signed.get(given, 0.0) > self.ground.clock.now():
+                return True
+        return False
 
 
-def _basic(request: web.Request) -> str:
-    """The user name of a URL with one."""
-    scheme, _, value = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() != "basic":
-        return ""
-    try:
-        return base64.b64decode(value).decode("utf-8", "replace").partition(":")[0]
-    except binascii.Error:
-        return ""
+def _asked(request: web.Request) -> tuple[str, str | None]:
+    """The token of the query, and the path that is meant where it is not the request's own.
+
+    On the service the token is part of the host name, so people append a path to the whole address. Here
+    that puts it behind the token.
+    """
+    token, slash, rest = request.query.get(_QUERY, "").partition("/")
+    return token, f"/{quote(rest)}" if slash else None
+
+
+def _cookie(preview: _Preview) -> str:
+    """A name of its own for each port: cookies do not tell ports apart."""
+    return f"lowtide-preview-{preview.address[1]}"
+
+
+def _same(given: str, wanted: str) -> bool:
+    return hmac.compare_digest(given.encode("utf-8", "replace"), wanted.encode())

@@ -1,0 +1,105 @@
+"""The JavaScript SDKs of E2B and Daytona, unmodified, against the emulators, as docs/emulators.md shows it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PACKAGES = ("e2b@2", "@daytonaio/sdk@0.218")
+E2B = """
+import { Sandbox } from 'e2b'
+const query = { query: { metadata: { from: 'javascript' } } }
+const sandbox = await Sandbox.create({ metadata: { from: 'javascript' } })
+await sandbox.files.write([{ path: '/tmp/a.txt', data: 'one' }, { path: '/workspace/b.txt', data: 'two' }])
+const done = await sandbox.commands.run('cat /tmp/a.txt /workspace/b.txt; echo err >&2')
+const listed = await Sandbox.list(query).nextItems()
+let chunks = ''
+await sandbox.commands.run('for i in 1 2 3; do echo $i; done', { onStdout: (text) => { chunks += text } })
+await sandbox.kill()
+const left = await Sandbox.list(query).nextItems()
+const { stdout, stderr } = done
+console.log(JSON.stringify({ stdout, stderr, chunks, listed: listed.length, left: left.length }))
+"""
+DAYTONA = """
+import { Daytona } from '@daytonaio/sdk'
+const sandbox = await new Daytona().create({ labels: { from: 'javascript' } })
+const done = await sandbox.process.executeCommand('echo hello; exit 3')
+await sandbox.fs.uploadFile(Buffer.from('content'), 'a.txt')
+const file = (await sandbox.fs.downloadFile('a.txt')).toString()
+await sandbox.process.createSession('s')
+await sandbox.process.executeSessionCommand('s', { command: 'mkdir w && cd w && echo served > index.html' })
+await sandbox.process.executeSessionCommand('s', { command: 'python3 -m http.server 3000', runAsync: true })
+const signed = await sandbox.getSignedPreviewUrl(3000, 60)
+let page = ''
+for (let n = 0; n < 300 && page !== 'served\\n'; n++) {
+  const answer = await fetch(signed.url + '/index.html')
+  page = answer.ok ? await answer.text() : ''
+  if (!answer.ok) await new Promise((done) => setTimeout(done, 100))
+}
+await sandbox.delete()
+console.log(JSON.stringify({ result: done.result, code: done.exitCode, file, page }))
+"""
+
+
+@pytest.fixture(scope="session")
+def packages() -> Path:
+    """The SDKs from npm, installed once on this machine and kept."""
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        pytest.skip("node and npm are not installed (Debian: apt-get install nodejs npm)")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowtide-tests"
+    folder = cache / "-".join(name.strip("@").replace("/", "-") for name in PACKAGES)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "installed").exists():
+            install = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), *PACKAGES]
+            done = subprocess.run(install, capture_output=True, text=True, timeout=280)
+            if done.returncode != 0:
+                pytest.skip(f"npm could not install the SDKs: {done.stderr.strip()[-300:]}")
+            (folder / "installed").touch()
+    return folder
+
+
+def run(packages: Path, service: str, script: str, name: str) -> Any:
+    file = packages / f"{name}-{os.getpid()}.mjs"  # modules are looked for beside the script
+    file.write_text(script)
+    command = [sys.executable, "-m", "lowtide", "emulate", service, "--", "node", str(file)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    finally:
+        file.unlink()
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_e2bs_javascript_sdk_runs_without_any_setting(packages: Path) -> None:
+    assert run(packages, "e2b", E2B, "e2b") == {
+        "stdout": "onetwo",
+        "stderr": "err\n",
+        "chunks": "1\n2\n3\n",
+        "listed": 1,
+        "left": 0,
+    }
+
+
+def test_daytonas_typescript_sdk_runs_without_any_setting(packages: Path) -> None:
+    wanted = {"result": "hello\n", "code": 3, "file": "content", "page": "served\n"}
+    assert run(packages, "daytona", DAYTONA, "daytona") == wanted
+
+
+def test_a_client_that_knows_nothing_of_the_emulator_does_not_get_out(packages: Path) -> None:
+    """An SDK that reads only the domain, and no proxy: it fails by name, with nothing sent."""
+    script = """
+    import dns from 'node:dns/promises'
+    const failed = await fetch(`https://api.${process.env.E2B_DOMAIN}/sandboxes`).catch((error) => error.cause.code)
+    console.log(JSON.stringify({ failed }))
+    """
+    assert run(packages, "e2b", script, "domain")["failed"] in ("ENOTFOUND", "EAI_AGAIN")
