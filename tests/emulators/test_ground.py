@@ -329,3 +329,17 @@ def processes_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_the_log_shows_each_call_and_nothing_secret(tmp_path: Path) -> None:
+    script = tmp_path / "calls.py"
+    script.write_text(
+        "from e2b import Sandbox\nSandbox.create(metadata={'secret-name': 'secret-value'}).kill()\n"
+    )
+    command = [sys.executable, "-m", "lowtide", "emulate", "e2b", "--log", "--", sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stderr.splitlines()]
+    assert [line[:2] + line[4:5] for line in lines] == [["e2b", "201", "POST"], ["e2b", "204", "DELETE"]]
+    assert "secret" not in done.stderr
+    assert "e2b_" not in done.stderr

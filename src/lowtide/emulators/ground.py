@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -72,6 +72,16 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnsweredCall:
+    """One call as it was answered; no header, no body, no query: nothing secret."""
+
+    provider: str
+    operation: str
+    status: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """How the emulators are served."""
 
@@ -84,6 +94,8 @@ class Settings:
     limit: int = DEFAULT_LIMIT
     plain: bool = False
     """Point SDKs at plain URLs instead of the CONNECT proxy."""
+    on_call: Callable[[AnsweredCall], None] | None = None
+    """Told of every call that was answered: for `--log`."""
     home: Path | None = None
     """Where state goes; None: lowtide's own state directory."""
 
@@ -168,6 +180,13 @@ class Ground:
         """The CONNECT proxy, with its own token: without it anyone on this machine could relay through it."""
         address = self.gate_address
         return f"http://lowtide:{self.proxy_token}@{address.host}:{address.port}"
+
+    def answered(self, provider: str, operation: str, status: int, seconds: float) -> None:
+        """An emulator's server says what it answered, and how long that took."""
+        if self.settings.on_call is not None:
+            self.settings.on_call(
+                AnsweredCall(provider=provider, operation=operation, status=status, seconds=seconds)
+            )
 
     def claimed_by(self, host: str) -> tuple[Emulator, str] | None:
         """The emulator that stands for `host`, and the domain it claims."""

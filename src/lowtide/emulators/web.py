@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import struct
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ class HttpServer:
     """Serves `app` on whatever connections it is given.
 
     `refusal` is how its service says no; `passed_on` tells which requests go to a program in a sandbox,
-    which decides for itself what a head may hold.
+    which decides for itself what a head may hold; `answered` hears of each answer: operation, status, seconds.
     """
 
     def __init__(
@@ -29,9 +30,12 @@ class HttpServer:
         *,
         refusal: Refusal,
         passed_on: Callable[[web.Request], bool] = lambda request: False,
+        answered: Callable[[str, int, float], None] | None = None,
         allow_remote: bool = False,
     ) -> None:
         app.middlewares.insert(0, _check(refusal, passed_on, allow_remote))
+        if answered is not None:
+            app.middlewares.insert(0, _tell(answered))
         self._runner = web.AppRunner(
             app, handle_signals=False, access_log=None, shutdown_timeout=0.2, handler_cancellation=True
         )
@@ -51,6 +55,23 @@ class HttpServer:
 def through_proxy(request: web.Request) -> bool:
     """True for what came through the CONNECT proxy: it had to show the proxy's token to get here."""
     return request.transport is not None and request.transport.get_extra_info("ssl_object") is not None
+
+
+def _tell(answered: Callable[[str, int, float], None]) -> Any:
+    @web.middleware
+    async def tell(request: web.Request, handler: Handler) -> web.StreamResponse:
+        started, status = time.monotonic(), 0  # 0: hung up without an answer
+        try:
+            answer = await handler(request)
+            status = answer.status
+            return answer
+        except web.HTTPException as error:
+            status = error.status
+            raise
+        finally:
+            answered(f"{request.method} {request.path}", status, time.monotonic() - started)
+
+    return tell
 
 
 def _check(refusal: Refusal, passed_on: Callable[[web.Request], bool], allow_remote: bool) -> Any:

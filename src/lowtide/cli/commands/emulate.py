@@ -5,9 +5,12 @@ from __future__ import annotations
 import json as json_format
 import shlex
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from lowtide.emulators.ground import AnsweredCall
 
 
 class _WithCommand(click.Command):
@@ -37,6 +40,7 @@ class _WithCommand(click.Command):
 @click.option("--allow-remote", is_flag=True, help="Allow an address that other machines can reach.")
 @click.option("--plain", is_flag=True, help="Point SDKs at plain URLs instead of the CONNECT proxy.")
 @click.option("--limit", type=int, default=500, show_default=True, help="Most sandboxes at a time.")
+@click.option("--log", "log_calls", is_flag=True, help="Show calls as they are answered, on standard error.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of export lines.")
 @click.pass_context
 def command(
@@ -47,6 +51,7 @@ def command(
     allow_remote: bool,
     plain: bool,
     limit: int,
+    log_calls: bool,
     as_json: bool,
 ) -> None:
     """Serve providers' own protocols on this machine (e2b, daytona).
@@ -59,7 +64,13 @@ def command(
 
     program: tuple[str, ...] = context.meta["command"]
     settings = Settings(
-        names=names, host=host, port_base=port_base, allow_remote=allow_remote, limit=limit, plain=plain
+        names=names,
+        host=host,
+        port_base=port_base,
+        allow_remote=allow_remote,
+        limit=limit,
+        plain=plain,
+        on_call=_show_call if log_calls else None,
     )
 
     def ready(described: dict[str, Any]) -> None:
@@ -70,9 +81,38 @@ def command(
         else:
             for name, value in described["environment"].items():
                 click.echo(f"export {name}={shlex.quote(value)}")
-            click.echo(
-                f"# serving {', '.join(described['providers'])}; Ctrl+C ends it and every sandbox", err=True
-            )
+            _show_table(described, limit)
         sys.stdout.flush()
 
     context.exit(serve(settings, ready=ready, command=program))
+
+
+def _show_table(described: dict[str, Any], limit: int) -> None:
+    """On standard error, so that the export lines can go to a file."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("service", "address", "sets"):
+        table.add_column(title, overflow="fold")
+    for name, url in described["providers"].items():
+        mine = [key for key in described["environment"] if key.startswith(name.upper())]
+        table.add_row(name, url, " ".join(mine))
+    others = [
+        key
+        for key in described["environment"]
+        if not key.startswith(tuple(map(str.upper, described["providers"])))
+    ]
+    if others:
+        table.add_row("proxy", described["admin"]["url"].removesuffix("/_lowtide"), " ".join(others))
+    console = Console(stderr=True, highlight=False)
+    console.print(table)
+    console.print(
+        f"at most {limit} sandboxes, without a network of their own; Ctrl+C ends it and every sandbox"
+    )
+
+
+def _show_call(call: AnsweredCall) -> None:
+    colour = "green" if 200 <= call.status < 400 else "yellow" if 400 <= call.status < 500 else "red"
+    status = click.style(str(call.status or "cut"), fg=colour)
+    click.echo(f"{call.provider:10} {status:>3} {call.seconds * 1000:7.1f} ms  {call.operation}", err=True)

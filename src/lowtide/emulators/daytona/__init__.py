@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from aiohttp import web
@@ -63,7 +64,12 @@ class DaytonaEmulator:
             shape = daemon_error if request.path.startswith(_TOOLBOX + "/") else control_error
             return shape(request, status, message)
 
-        self._server = HttpServer(app, refusal=refusal, allow_remote=ground.settings.allow_remote)
+        self._server = HttpServer(
+            app,
+            refusal=refusal,
+            answered=partial(ground.answered, self.name),
+            allow_remote=ground.settings.allow_remote,
+        )
 
     async def start(self, address: Address) -> None:
         self.api_url = address.url + _API

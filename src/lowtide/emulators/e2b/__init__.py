@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import re
 from collections.abc import Coroutine
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from aiohttp import web
@@ -62,6 +63,7 @@ class E2BEmulator:
             app,
             refusal=error_answer,
             passed_on=self._is_passed_on,
+            answered=partial(ground.answered, self.name),
             allow_remote=ground.settings.allow_remote,
         )
 
