@@ -6,6 +6,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import shlex
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,10 @@ from lowtide.errors import LedgerError
 
 
 def home(environ: Mapping[str, str] | None = None) -> Path:
-    """``LOWTIDE_HOME``, else the XDG state directory. Made on first use, readable by its owner alone."""
+    """``LOWTIDE_HOME``, else the XDG state directory. Made on first use, readable by its owner alone.
+
+    Raises LedgerError for one that another user owns or can write: credentials pass through it.
+    """
     environ = os.environ if environ is None else environ
     chosen = environ.get("LOWTIDE_HOME")
     if chosen:
@@ -31,7 +35,43 @@ def home(environ: Mapping[str, str] | None = None) -> Path:
             f"cannot make the state directory {path}: {error.strerror}; "
             "set LOWTIDE_HOME to a directory you can write"
         ) from error
+    _check_ownership(path)
     return path
+
+
+def _check_ownership(path: Path) -> None:
+    me = os.geteuid()
+    found = os.stat(path)
+    if found.st_uid != me:
+        raise LedgerError(
+            f"the state directory {path} belongs to {_user(found.st_uid)}, and this is {_user(me)}; "
+            "set LOWTIDE_HOME to a directory of your own (with sudo: sudo env LOWTIDE_HOME=/root/lowtide ...)"
+        )
+    if found.st_mode & 0o022:
+        raise LedgerError(
+            f"other users can write the state directory {path}; run: chmod go-w {shlex.quote(str(path))}"
+        )
+    for name in _OURS:
+        try:
+            owner = os.lstat(path / name).st_uid
+        except FileNotFoundError:
+            continue
+        if owner != me:
+            raise LedgerError(
+                f"{path / name} belongs to {_user(owner)}, left by a run as that user; "
+                f"run: sudo chown -R {me} {shlex.quote(str(path))}"
+            )
+
+
+_OURS = ("ledger.db", "ledger.db-wal", "ledger.db-shm", "guardian.log")
+
+
+def _user(uid: int) -> str:
+    import pwd
+
+    with contextlib.suppress(KeyError):
+        return f"user {pwd.getpwuid(uid).pw_name}"
+    return f"user {uid}"
 
 
 @cache

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import IO
 
+from lowtide import isolated
 from lowtide.cli import exit_codes
 from lowtide.cli.evidence import Evidence
 from lowtide.cli.guarding import ask_guardian
@@ -131,15 +132,7 @@ def _try_to_reach_out(say: _Narrator, box: Sandbox) -> None:
 def _killed_worker(say: _Narrator, place: Provider, tag: str, evidence: Evidence) -> None:
     say.chapter("A worker is killed with -9: no exit hook, no signal handler, no chance to clean up")
     worker = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "lowtide.cli.tour_worker",
-            place.name,
-            tag,
-            evidence.marker,
-            str(_WORKER_SANDBOXES),
-        ],
+        isolated.command("lowtide.cli.tour_worker", place.name, tag, evidence.marker, str(_WORKER_SANDBOXES)),
         stdout=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
         text=True,

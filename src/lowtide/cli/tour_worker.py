@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 
 from lowtide.operation import results
 from lowtide.sandbox import Sandbox
@@ -17,7 +16,3 @@ def main(provider: str, tag: str, marker: str, count: str) -> None:
     print(json.dumps([box.sandbox_id for box in boxes]), flush=True)
     signal.pause()
     del processes
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

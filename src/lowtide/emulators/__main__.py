@@ -13,7 +13,7 @@ from lowtide.emulators.serve import serve
 from lowtide.errors import LowtideError, ValidationError
 
 
-def main() -> int:
+def main(*arguments: str) -> int:
     parser = argparse.ArgumentParser(prog="python -m lowtide.emulators")
     parser.add_argument("names", nargs="+")
     parser.add_argument("--port-base", type=int)
@@ -22,7 +22,7 @@ def main() -> int:
     parser.add_argument("--home", type=Path)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--until-stdin-closes", action="store_true")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     settings = Settings(
         names=tuple(given.names),
         port_base=given.port_base,
@@ -43,4 +43,4 @@ def _say(described: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

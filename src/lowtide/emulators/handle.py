@@ -8,13 +8,13 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any, Self
 
+from lowtide import isolated
 from lowtide.emulators import registry
 from lowtide.errors import SandboxUnavailableError, ValidationError
 
@@ -34,7 +34,7 @@ def start(
     ValidationError for an unknown name, MissingDependencyError when the extra is not installed.
     """
     names = registry.check(names)
-    command = [sys.executable, "-P", "-m", "lowtide.emulators", "--json", "--until-stdin-closes"]
+    command = isolated.command("lowtide.emulators.__main__", "--json", "--until-stdin-closes")
     if port_base is not None:
         command += ["--port-base", str(port_base)]
     if limit is not None:

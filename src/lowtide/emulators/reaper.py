@@ -1,6 +1,6 @@
 """Waits until its emulator process is gone, however it went, and ends what is left of it.
 
-Run as ``python -m lowtide.emulators.reaper DIRECTORY FD``. Until the end it is a process blocked in one
+Started with its directory and a pipe (see `lowtide.isolated`). Until the end it is a process blocked in one
 read; it imports what it needs to sweep only then.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
-import sys
 from pathlib import Path
 
 
-def main(directory: Path, pipe: int) -> None:
+def main(path: str, descriptor: str) -> None:
+    directory, pipe = Path(path), int(descriptor)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     while True:
@@ -30,7 +30,3 @@ def main(directory: Path, pipe: int) -> None:
         from lowtide.emulators.state import sweep
 
         sweep(directory)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -14,10 +14,11 @@ import secrets
 import shutil
 import stat
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Self
+
+from lowtide import isolated
 
 
 class State:
@@ -46,7 +47,7 @@ class State:
         read_end, write_end = os.pipe()
         try:
             reaper = subprocess.Popen(
-                [sys.executable, "-P", "-m", "lowtide.emulators.reaper", str(directory), str(read_end)],
+                isolated.command("lowtide.emulators.reaper", str(directory), str(read_end)),
                 pass_fds=(read_end,),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

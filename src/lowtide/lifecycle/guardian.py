@@ -1,38 +1,36 @@
 """The guardian: outlives a crashed owner and ends its leases; renews the leases of living ones.
 
-One per user and ledger, held to one by a lock file. It watches owners by pidfd. It leaves when there
-is nothing left to watch; owners notice and start it again. It holds no truth of its own: everything
-it decides on is in the ledger, so it may be killed at any instant and the next one goes on.
+One per user, ledger and pid namespace. It leaves when there is nothing left that it can do; owners
+notice and start it again. It holds no truth of its own: everything it decides on is in the ledger, so
+it may be killed at any instant and the next one goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import gc
-import json
 import logging
 import os
 import signal
-import socket
-import struct
-import sys
-import time
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 from lowtide.errors import LowtideError
 from lowtide.lifecycle import keep
-from lowtide.lifecycle.clock import Instant
-from lowtide.lifecycle.ending import end_lease, extend
-from lowtide.lifecycle.guardian_link import SOCKET, DirectoryAddress
+from lowtide.lifecycle.deadlines import Clock, Deadlines, MachineClock
+from lowtide.lifecycle.ending import end_lease
+from lowtide.lifecycle.guardian_socket import Links
 from lowtide.lifecycle.keep import Decision, Fate
-from lowtide.lifecycle.lease import Lease, LeaseState, Outcome, renewal_seconds
+from lowtide.lifecycle.lease import Lease, LeaseState, Outcome
 from lowtide.lifecycle.ledger import SqliteLedger
-from lowtide.lifecycle.owner import Owner, Standing
+from lowtide.lifecycle.owner import Owner, Standing, Verdict
+from lowtide.lifecycle.owner_watch import OwnerWatch
 from lowtide.lifecycle.points import point
-from lowtide.lifecycle.workers import Credentials, Workers
+from lowtide.lifecycle.retries import Retries
+from lowtide.lifecycle.upkeep import Upkeep
+from lowtide.lifecycle.workers import Credentials, NoCredentials, Workers
 from lowtide.machine import machine_id
 
 log = logging.getLogger("lowtide.guardian")
@@ -44,35 +42,43 @@ EXEC_SECONDS = (0.0, 0.1, 0.4, 1.5)
 """When to look at an owner whose link closed: in the middle of an exec there is nothing to see yet."""
 STAY_SECONDS = 600.0
 """For a kept sandbox that is due within this the guardian stays, even if its provider ends it as well."""
+TERM_SECONDS = 20.0
+"""How long a terminated guardian may go on with what dead owners have left."""
+END_SECONDS = 120.0
 AT_ONCE = 64
-KEEP_GONE_SECONDS = 7 * 86_400.0
 
 
 class Guardian:
-    """The process's one guardian; runs until nothing is left to watch."""
+    """The process's one guardian; runs until nothing is left to do."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, descriptors: int = 1024, clock: Clock | None = None) -> None:
         self.path = path
+        self.clock: Clock = clock or MachineClock()
         self.ledger = SqliteLedger(path / "ledger.db")
+        self.ledger.replaced = self._ledger_replaced
         self.workers = Workers(path)
-        self.watched: dict[Owner, int] = {}
-        self.dead: set[Owner] = set()
-        self.linked: dict[asyncio.StreamWriter, Owner | None] = {}
+        # The rest is for the ledger, for workers and for ending things.
+        share = max(4, (descriptors - min(64, descriptors // 2)) // 2)
+        self.watch = OwnerWatch(self._owner_died, descriptors=share)
+        self.links = Links(
+            path, share, learn=self._learn, came=self._look_at, went=self._link_closed, status=self._status
+        )
+        self.retries = Retries(self.clock.elapsed)
+        self.deadlines = Deadlines(self.clock)
+        self.upkeep = Upkeep(self.ledger, self.workers, self.clock, self.retries)
+        self.open: list[Lease] = []
         self.ending: dict[str, asyncio.Task[None]] = {}
-        self.retry_at: dict[str, float] = {}
+        self.stuck: set[str] = set()
+        """Leases that cannot be ended for want of credentials. They do not keep the guardian."""
         self.room = asyncio.Semaphore(AT_ONCE)
         self.idle_since: float | None = None
+        self.terminated_at: float | None = None
         self.changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            (self.path / SOCKET).unlink()
-        with DirectoryAddress(self.path) as address:
-            door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            door.bind(address)
-        os.chmod(self.path / SOCKET, 0o600)
-        door.listen(128)
-        server = await asyncio.start_unix_server(self._serve, sock=door)
+        await self.links.open()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._terminated)
         point("guardian:listening")
         log.info("guardian %d watches %s", os.getpid(), self.path)
         gc.collect()
@@ -82,97 +88,139 @@ class Guardian:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), self._pause())
         point("guardian:leaving")
-        # Close the door first: an owner that comes now finds nobody and starts a new guardian.
-        (self.path / SOCKET).unlink(missing_ok=True)
-        server.close()
-        for writer in list(self.linked):
-            writer.close()
+        self.links.close()
+        self.watch.close()
         await self.workers.aclose()
-        log.info("guardian %d leaves: nothing left to watch", os.getpid())
+        log.info("guardian %d leaves: %s", os.getpid(), self._why_it_leaves())
 
     def _pause(self) -> float:
+        if self.terminated_at is not None:
+            return 0.2
         return IDLE_SECONDS if self.idle_since is not None else LOOK_SECONDS
 
     async def _look(self) -> bool:
         """One look at the ledger. False when it is time to leave."""
-        if not (self.path / "ledger.db").exists():
+        nothing_known = not self.open and not len(self.links)
+        if not self.path.is_dir() or (nothing_known and not (self.path / "ledger.db").exists()):
             log.info("the ledger was removed")
             return False
         try:
-            for owner in await self.ledger.owners():
-                if owner not in self.dead:
-                    await self._watch(owner)
-            await self._keep_up()
+            self.open = await self.ledger.leases()
+            verdicts = {owner: self.watch.look(owner) for owner in {lease.owner for lease in self.open}}
+            for lease in self.open:
+                await self._attend(lease, verdicts[lease.owner])
+            self._forget_the_settled()
+            await self.upkeep.prune()
         except LowtideError as error:
-            log.warning("%s", error)
-            return True
-        if self.watched or self.ending or self.linked or await self._open_leases():
+            if self.retries.due("ledger"):
+                log.warning("%s", error)
+                self.retries.failed("ledger")
+            return not self._out_of_time()
+        self.retries.succeeded("ledger")
+        if self.terminated_at is not None:
+            return await self._goes_on_though_terminated(verdicts)
+        if self.ending or len(self.links) or any(self._needed_by(lease, verdicts) for lease in self.open):
             self.idle_since = None
             return True
-        now = time.monotonic()
+        now = self.clock.elapsed()
         if self.idle_since is None:
             self.idle_since = now
-            await self.ledger.forget(gone_before=time.time() - KEEP_GONE_SECONDS)
+            await self.upkeep.prune(now=True)
             return True
         return now - self.idle_since < IDLE_SECONDS
 
-    async def _open_leases(self) -> list[Lease]:
-        """What is still ours to do later: failed ends until they succeed, kept ones that nobody else ends."""
-        return [
-            lease
-            for lease in await self.ledger.leases()
-            if lease.owner.machine_id == machine_id() and not _ends_by_itself(lease)
-        ]
+    def _needed_by(self, lease: Lease, verdicts: dict[Owner, Verdict]) -> bool:
+        """Whether there is something left that this guardian can do for this lease."""
+        if lease.lease_id in self.stuck or lease.owner.machine_id != machine_id():
+            return False
+        if lease.state is LeaseState.KEPT:
+            return not self._ends_by_itself(lease)
+        standing = verdicts[lease.owner].standing
+        if standing is Standing.UNKNOWN and not lease.owner.here:
+            return False  # in another container: it cannot be seen from here
+        if standing is Standing.RESTARTED and self.workers.outlives_machine(lease):
+            return lease.lifetime_seconds is not None  # else its provider ends it, and nobody renews it
+        return True
+
+    def _ends_by_itself(self, lease: Lease) -> bool:
+        """A kept one that is not due soon and whose provider ends it no later than we would."""
+        if lease.kept_until is None or lease.expires_at is None:
+            return False
+        if self.deadlines.left(("kept", lease.lease_id), lease.kept_until) < STAY_SECONDS:
+            return False
+        return lease.expires_at <= lease.kept_until + 60.0
+
+    def _forget_the_settled(self) -> None:
+        known = {lease.lease_id for lease in self.open}
+        self.stuck &= known
+        self.watch.only({lease.owner for lease in self.open})
+        self.retries.only(known | {"renew " + one for one in known} | {"ask " + one for one in known})
+        self.deadlines.only([(kind, one) for kind in ("kept", "lifetime") for one in known])
+        self.upkeep.only(known)
 
     # Owners.
 
-    async def _watch(self, owner: Owner) -> None:
-        """Watch a living owner; end what a dead one left."""
-        verdict = owner.verdict()
-        if verdict.standing in (Standing.DEAD, Standing.RESTARTED):
-            self._unwatch(owner)
-            await self._owner_died(owner, verdict.why)
-            return
-        if owner in self.watched or verdict.standing is Standing.UNKNOWN:
-            return
-        try:
-            fd = os.pidfd_open(owner.pid)
-        except OSError:  # looked at again with every look at the ledger
-            return
-        if owner.verdict().standing is not Standing.ALIVE:  # the pid was reused in between
-            os.close(fd)
-            return
-        self.watched[owner] = fd
-        asyncio.get_running_loop().add_reader(fd, self._on_pidfd, owner)
+    def _look_at(self, owner: Owner) -> None:
+        """One that has come to the socket: it owns nothing yet, or a row says so already."""
+        self.watch.look(owner)
 
-    def _on_pidfd(self, owner: Owner) -> None:
-        self._unwatch(owner)
-        _keep_alive(asyncio.ensure_future(self._owner_died(owner, "it ended")))
-
-    def _unwatch(self, owner: Owner) -> None:
-        fd = self.watched.pop(owner, None)
-        if fd is not None:
-            asyncio.get_running_loop().remove_reader(fd)
-            os.close(fd)
-
-    async def _owner_died(self, owner: Owner, why: str) -> None:
+    def _owner_died(self, owner: Owner, why: str) -> None:
         point("guardian:owner-died")
-        self.dead.add(owner)
-        leases = [
-            lease for lease in await self.ledger.leases(owner=owner) if lease.state is not LeaseState.KEPT
-        ]
+        self._in_background(self._end_what_it_left(owner, why))
+
+    async def _end_what_it_left(self, owner: Owner, why: str) -> None:
+        leases = [one for one in await self.ledger.leases(owner=owner) if one.state is not LeaseState.KEPT]
         if leases:
             log.info("owner %d left %d leases: %s", owner.pid, len(leases), why)
         for lease in leases:
-            # Ended by the owner itself already, only not confirmed: then it did not crash with it in use.
-            failed = lease.state is not LeaseState.ENDING
-            self._end(lease, keep.decide(lease, failed=failed, environ={}), owner)
+            self._end(lease, _after_death(lease), owner)
         self.changed.set()
+
+    async def _link_closed(self, owner: Owner) -> None:
+        """The first sign of an exec, and no more than that: what replaced the owner proves it, not the link."""
+        self.changed.set()
+        for pause in EXEC_SECONDS:
+            await asyncio.sleep(pause)
+            if owner in self.links or owner not in self.watch:
+                return
+            self.watch.look(owner)
 
     # Leases.
 
+    async def _attend(self, lease: Lease, verdict: Verdict) -> None:
+        """Whatever is due for one lease: an expired keep, a dead owner, a failed end, a lifetime, a renewal."""
+        here = verdict.standing is not Standing.UNKNOWN or lease.owner.here
+        if lease.state is LeaseState.KEPT:
+            due = lease.kept_until is not None and (
+                self.deadlines.left(("kept", lease.lease_id), lease.kept_until) < 0
+            )
+            seen = here or (lease.owner.machine_id == machine_id() and self.workers.outlives_machine(lease))
+            if due and seen:
+                self._end(lease, Decision(Fate.DESTROY, "kept until now"), None)
+        elif not here:
+            return
+        elif verdict.standing is Standing.RESTARTED and self.workers.outlives_machine(lease):
+            self._in_background(self._end_if_nobody_renews(lease))
+        elif verdict.standing in (Standing.DEAD, Standing.RESTARTED):
+            self._end(lease, _after_death(lease), lease.owner)
+        elif lease.state is LeaseState.ENDING and lease.attempts:
+            # The owner lives, but could not end it: it is tried again until it succeeds.
+            self._end(lease, Decision(Fate.DESTROY, lease.reason or "its lease ended"), lease.owner)
+        elif lease.max_lifetime_at is not None and (
+            self.deadlines.left(("lifetime", lease.lease_id), lease.max_lifetime_at) < -1.0
+        ):
+            self._end(lease, Decision(Fate.DESTROY, "its maximum lifetime is over"), lease.owner)
+        elif lease.state is LeaseState.LIVE and self.upkeep.renewal_due(lease):
+            self._in_background(self.upkeep.renew(lease))
+
+    async def _end_if_nobody_renews(self, lease: Lease) -> None:
+        """After a restart or in a clone: the provider's own expiry tells whether somebody goes on with it."""
+        why = await self.upkeep.abandoned(lease)
+        if why is not None:
+            self._end(lease, Decision(_after_death(lease).fate, why), lease.owner)
+
     def _end(self, lease: Lease, decision: Decision, owner: Owner | None) -> None:
-        if lease.lease_id in self.ending or self.retry_at.get(lease.lease_id, 0.0) > time.monotonic():
+        if lease.lease_id in self.ending or not self.retries.due(lease.lease_id):
             return
         task = asyncio.ensure_future(self._end_one(lease, decision, owner))
         self.ending[lease.lease_id] = task
@@ -189,153 +237,108 @@ class Guardian:
                 provider = self.workers.light(lease)
                 if provider is not None:
                     report = await end_lease(
-                        self.ledger, provider, lease, owner=owner, decision=decision, deadline_seconds=120.0
+                        self.ledger,
+                        provider,
+                        lease,
+                        owner=owner,
+                        decision=decision,
+                        deadline_seconds=END_SECONDS,
                     )
                     outcome, why = report.outcome, report.why
                 else:
                     outcome, why = await self.workers.end(lease, decision)
-            log.info(
-                "lease %s (%s %s): %s: %s", lease.lease_id, lease.provider, lease.sandbox_id, outcome, why
-            )
+        except NoCredentials as error:
+            self.stuck.add(lease.lease_id)
+            outcome, why = Outcome.FAILED, str(error)
         except Exception as error:
-            outcome = Outcome.FAILED
-            log.warning("lease %s (%s): %s", lease.lease_id, lease.provider, error)
+            outcome, why = Outcome.FAILED, str(error) or type(error).__name__
+        again = ""
         if outcome is Outcome.FAILED:
-            self.retry_at[lease.lease_id] = time.monotonic() + min(60.0, 2.0 * 2 ** min(lease.attempts, 5))
+            again = f"; tried again in {self.retries.failed(lease.lease_id):.0f} s"
         else:
-            self.retry_at.pop(lease.lease_id, None)
+            self.retries.succeeded(lease.lease_id)
+            self.stuck.discard(lease.lease_id)
+        log.info(
+            "lease %s (%s %s): %s: %s%s",
+            lease.lease_id,
+            lease.provider,
+            lease.sandbox_id,
+            outcome,
+            why,
+            again,
+        )
 
-    async def _keep_up(self) -> None:
-        """Everything that is due: expired keeps, ends that failed before, lifetimes, renewals."""
-        now = time.time()
-        for lease in await self.ledger.leases():
-            if lease.owner.machine_id != machine_id():
-                continue
-            alive = lease.owner in self.watched
-            if lease.state is LeaseState.KEPT:
-                if lease.kept_until is not None and lease.kept_until < now:
-                    self._end(lease, Decision(Fate.DESTROY, "kept until now"), None)
-            elif lease.owner in self.dead or (not alive and lease.owner.alive() is False):
-                failed = lease.state is not LeaseState.ENDING
-                self._end(lease, keep.decide(lease, failed=failed, environ={}), lease.owner)
-            elif lease.state is LeaseState.ENDING and lease.attempts:
-                # The owner lives, but could not end it: it is tried again until it succeeds.
-                self._end(lease, Decision(Fate.DESTROY, lease.reason or "its lease ended"), lease.owner)
-            elif (left := lease.life_left()) is not None and left < -1.0:
-                self._end(lease, Decision(Fate.DESTROY, "its maximum lifetime is over"), lease.owner)
-            elif lease.state is LeaseState.LIVE and lease.renewal_due(2 / 3):
-                _keep_alive(asyncio.ensure_future(self._renew(lease)))
+    # What comes from outside.
 
-    async def _renew(self, lease: Lease) -> None:
-        if self.retry_at.get("renew " + lease.lease_id, 0.0) > time.monotonic() or lease.sandbox_id is None:
+    def _learn(self, credentials: Credentials) -> None:
+        if not self.workers.learn(credentials):
             return
-        self.retry_at["renew " + lease.lease_id] = time.monotonic() + (lease.lifetime_seconds or 60.0) / 10
-        try:
-            provider = self.workers.light(lease)
-            if provider is not None:
-                asked = Instant.now()
-                until = await extend(provider, lease.sandbox_id, renewal_seconds(lease))
-                await self.ledger.note(lease.lease_id, "", expires_at=until, renewed=asked)
-            else:
-                await self.workers.renew(lease)
-        except Exception as error:
-            log.warning("lease %s (%s): renewal failed: %s", lease.lease_id, lease.provider, error)
+        for lease in self.open:  # what failed without them may work with them
+            if (lease.provider, lease.account) == (credentials.name, credentials.account):
+                self.retries.succeeded(lease.lease_id)
+                self.stuck.discard(lease.lease_id)
+        self.changed.set()
 
-    # Links from owners.
+    def _ledger_replaced(self) -> None:
+        """Somebody removed the file, or put another in its place: what was open in it is written down again."""
+        log.warning("the ledger was removed or replaced: writing %d open leases again", len(self.open))
+        self._in_background(self.ledger.restore(self.open))
+        self.links.tell({"ledger": "replaced"})
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if _peer_uid(writer) != os.getuid():
-            writer.close()
-            return
-        self.linked[writer] = None
-        owner: Owner | None = None
-        try:
-            while line := await reader.readline():
-                message: dict[str, Any] = json.loads(line)
-                if "status" in message:
-                    writer.write(json.dumps(self._status()).encode() + b"\n")
-                    continue
-                owner = self.linked[writer] = Owner(**message["owner"])
-                for known in message["providers"]:
-                    self.workers.learn(Credentials(**known))
-                await self._watch(owner)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            log.warning("a link broke: %s", error)
-        finally:
-            self.linked.pop(writer, None)
-            writer.close()
-            self.changed.set()
-        if owner is not None:
-            await self._link_closed(owner)
+    def _terminated(self) -> None:
+        log.info("guardian %d was told to end: finishing what dead owners have left", os.getpid())
+        self.terminated_at = self.clock.elapsed()
+        self.changed.set()
 
-    async def _link_closed(self, owner: Owner) -> None:
-        """The first sign of an exec, and no more than that: what replaced the owner proves it, not the link."""
-        for pause in EXEC_SECONDS:
-            await asyncio.sleep(pause)
-            if owner in self.dead or owner in self.linked.values():
-                return
-            if owner in await self.ledger.owners():
-                await self._watch(owner)
+    async def _goes_on_though_terminated(self, verdicts: dict[Owner, Verdict]) -> bool:
+        """While there is something of the dead to end. A moment longer, too: often their owners die with us."""
+        left = [
+            lease
+            for lease in self.open
+            if verdicts[lease.owner].standing is Standing.DEAD
+            and lease.state is not LeaseState.KEPT
+            and lease.lease_id not in self.stuck
+        ]
+        busy = left or self.ending or self.clock.elapsed() - (self.terminated_at or 0.0) < IDLE_SECONDS
+        if not busy:
+            return False
+        if self._out_of_time():
+            log.warning("not finished in %g s: %d leases are left to the next", TERM_SECONDS, len(left))
+            return False
+        return True
+
+    def _out_of_time(self) -> bool:
+        return self.terminated_at is not None and self.clock.elapsed() - self.terminated_at > TERM_SECONDS
+
+    def _why_it_leaves(self) -> str:
+        if self.terminated_at is not None:
+            return "it was told to end; owners that live start another"
+        if self.stuck:
+            return (
+                f"nothing left to watch, and no credentials here for {len(self.stuck)} leases: set them and run "
+                "`lowtide sweep`, or use lowtide with them; the next guardian goes on"
+            )
+        return "nothing left to watch"
 
     def _status(self) -> dict[str, Any]:
         return {
             "pid": os.getpid(),
-            "owners": sorted(owner.pid for owner in self.watched),
+            "owners": sorted(owner.pid for owner in self.watch.owners()),
             "ending": sorted(self.ending),
         }
 
+    def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+        async def carefully() -> None:
+            try:
+                await work
+            except Exception as error:
+                log.warning("guardian: %s", error)
 
-_tasks: set[asyncio.Future[Any]] = set()
-
-
-def _ends_by_itself(lease: Lease) -> bool:
-    """A kept one that is not due soon and whose provider ends it no later than we would."""
-    if lease.state is not LeaseState.KEPT or lease.kept_until is None or lease.expires_at is None:
-        return False
-    if lease.kept_until - time.time() < STAY_SECONDS:
-        return False
-    return lease.expires_at <= lease.kept_until + 60.0
-
-
-def _keep_alive(task: asyncio.Future[Any]) -> None:
-    _tasks.add(task)
-    task.add_done_callback(_tasks.discard)
+        task = asyncio.ensure_future(carefully())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
-def _peer_uid(writer: asyncio.StreamWriter) -> int:
-    peer = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return int(struct.unpack("3i", peer)[1])
-
-
-def main(path: str) -> None:
-    """Run as the guardian of that state directory, unless there is one already."""
-    point("guardian:started")
-    os.chdir("/")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        lock = os.open(os.path.join(path, "guardian.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return
-    point("guardian:locked")
-    _log_to(Path(path) / "guardian.log")
-    try:
-        asyncio.run(Guardian(Path(path)).run())
-    except FileNotFoundError as error:  # the whole state directory was removed under us
-        log.warning("guardian leaves: %s", error)
-    except Exception:
-        log.exception("guardian failed")
-        sys.exit(1)
-
-
-def _log_to(path: Path) -> None:
-    """One line per decision. Starts anew past a megabyte, keeping one old file."""
-    with contextlib.suppress(OSError):
-        if path.stat().st_size > 1_000_000:
-            path.replace(path.with_suffix(".log.1"))
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(message)s"))
-    root = logging.getLogger("lowtide")
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
+def _after_death(lease: Lease) -> Decision:
+    # Ended by the owner itself already, only not confirmed: then it did not crash with it in use.
+    return keep.decide(lease, failed=lease.state is not LeaseState.ENDING, environ={})

@@ -1,27 +1,40 @@
 """The owner's link to its guardian: start it when needed, tell it who we are, notice when it dies.
 
 Nothing here is waited for: the row in the ledger is what makes a sandbox safe, and a guardian that
-comes up later reads it. Credentials go over the private socket and stay in the guardian's memory.
+comes up later reads it. Credentials go over the private socket, only to a process of the same user,
+and stay in the guardian's memory.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import os
+import signal
 import socket
-import sys
+import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lowtide import isolated, machine
+from lowtide.errors import MissingDependencyError
 from lowtide.lifecycle.owner import Owner
 from lowtide.providers.base import Provider
 
 log = logging.getLogger("lowtide.guardian")
 
-SOCKET = "guardian.sock"
+MESSAGE_BYTES = 1 << 20
+"""The longest message either end takes: one account with its environment."""
+LOG = "guardian.log"
+PATIENCE_SECONDS = 0.7
+"""How long the first guardian launched may take before another is; each next one gets 1.6 times as long."""
+LAUNCHES = 6
+"""After so many that did not come up (about 18 s) the person is told, and it is left alone for a while."""
+AGAIN_SECONDS = 300.0
 
 
 @dataclass(slots=True)
@@ -29,10 +42,16 @@ class GuardianLink:
     """One per process and state directory. Lives on the engine's loop."""
 
     path: Path
+    ledger_replaced: Callable[[], None] = lambda: None
+    """Called when the guardian has found another ledger file in place of ours."""
     _providers: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)
     _socket: socket.socket | None = None
     _linking: asyncio.Task[None] | None = None
     _launched: int | None = None
+    _unsent: bytearray = field(default_factory=bytearray)
+    _unread: bytearray = field(default_factory=bytearray)
+    _again_at: float = 0.0
+    _said: set[str] = field(default_factory=set)
 
     def wanted(self, provider: Provider) -> None:
         """Before each create: have a guardian that can end what this provider makes. Does not wait.
@@ -40,17 +59,15 @@ class GuardianLink:
         The guardian is launched before the intent is written, so there is no instant with a row
         and nobody who will look at it.
         """
-        key = (provider.name, provider.account)
-        known = key in self._providers
-        if not known:
-            self._providers[key] = provider.credentials()
+        key, environ = (provider.name, provider.account), provider.credentials()
+        known = self._providers.get(key) == environ
+        self._providers[key] = environ
         if self._socket is not None:
             if not known:
-                self._send()
+                self._tell([key])
             return
-        if not self._try_to_connect() and self._linking is None:
-            self._launch()
-            self._linking = asyncio.ensure_future(self._link())
+        if self._linking is None and asyncio.get_running_loop().time() >= self._again_at:
+            self._come_up()
 
     def forget(self) -> None:
         """In a forked child: let go of the parent's link without ending it."""
@@ -58,24 +75,32 @@ class GuardianLink:
             self._socket.close()
             self._socket = None
         self._linking = None
+        self._unsent.clear()
+
+    def _come_up(self) -> None:
+        if not self._try_to_connect() and self._linking is None and self._launch():
+            self._linking = asyncio.ensure_future(self._link())
 
     async def _link(self) -> None:
         """Until connected: launch and try. A launched guardian is up within a fraction of a second."""
         loop = asyncio.get_running_loop()
-        patience = 0.7
+        patience = PATIENCE_SECONDS
         again_at = loop.time() + patience
         try:
-            while patience < 60:
-                await asyncio.sleep(min(patience / 20, 0.5))
-                self._reap()
-                if self._try_to_connect():
-                    return
-                if loop.time() > again_at:  # it died on its way up, or the one before is only leaving
-                    self._launch()
-                    patience *= 1.6
-                    again_at = loop.time() + patience
-            log.error(
-                "no guardian could be started; after a crash, sandboxes are ended by the next lowtide process"
+            for _ in range(LAUNCHES):
+                while loop.time() < again_at:
+                    await asyncio.sleep(min(patience / 20, 0.5))
+                    self._reap()
+                    if self._try_to_connect():
+                        return
+                # It died on its way up, or the one before is only leaving.
+                self._launch()
+                patience *= 1.6
+                again_at = loop.time() + patience
+            self._again_at = loop.time() + AGAIN_SECONDS
+            self._say_once(
+                f"the guardian does not come up (the reason may be in {self.path / LOG}); until it does, what a "
+                "crash of this process leaves is ended by the next lowtide process or by its provider's lifetime"
             )
         finally:
             self._linking = None
@@ -84,51 +109,103 @@ class GuardianLink:
         link = connect(self.path)
         if link is None:
             return False
+        stranger = peer_uid(link)
+        if stranger != os.geteuid():  # no credential goes there
+            link.close()
+            self._say_once(f"user {stranger} listens at {self.path / socket_name()}: it is told nothing")
+            return False
         self._socket = link
+        self._unsent.clear()
+        self._unread.clear()
         asyncio.get_running_loop().add_reader(link.fileno(), self._on_readable)
-        self._send()
+        self._tell(list(self._providers))
         return self._socket is not None  # else it died in this moment
 
+    # What is said. Each message is one account; nothing is said twice on one link.
+
+    def _tell(self, keys: list[tuple[str, str]]) -> None:
+        owner = Owner.current().as_dict()
+        for name, account in keys:
+            provider = {"name": name, "account": account, "environ": self._providers[name, account]}
+            line = json.dumps({"owner": owner, "providers": [provider]}).encode() + b"\n"
+            if len(line) > MESSAGE_BYTES:
+                self._say_once(
+                    f"the settings of {name} account {account} are longer than {MESSAGE_BYTES} bytes: the guardian "
+                    "cannot be told them, and can end its sandboxes only with what is in its own environment"
+                )
+                line = json.dumps({"owner": owner, "providers": []}).encode() + b"\n"
+            self._unsent += line
+        self._send()
+
     def _send(self) -> None:
-        owner = Owner.current()
-        message: dict[str, Any] = {
-            "owner": owner.as_dict(),
-            "providers": [
-                {"name": name, "account": account, "environ": environ}
-                for (name, account), environ in self._providers.items()
-            ],
-        }
+        """As much as it takes now; the rest when it takes more. A guardian that stands still holds up nobody."""
+        if self._socket is None:
+            return
+        loop = asyncio.get_running_loop()
         try:
-            if self._socket is not None:
-                self._socket.sendall(json.dumps(message).encode() + b"\n")
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+            loop.remove_writer(self._socket.fileno())
+        except BlockingIOError:
+            loop.add_writer(self._socket.fileno(), self._send)
         except OSError:
             self._lost()
 
     def _on_readable(self) -> None:
+        if self._socket is None:
+            return
         try:
-            if self._socket is not None and self._socket.recv(4096):
-                return
+            data = self._socket.recv(65536)
         except BlockingIOError:
             return
         except OSError:
-            pass
-        self._lost()
+            data = b""
+        self._unread += data
+        while b"\n" in self._unread:
+            line, _, rest = self._unread.partition(b"\n")
+            self._unread = bytearray(rest)
+            self._hear(json.loads(line))
+        if not data:
+            self._lost()
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if message.get("ledger") == "replaced":
+            self.ledger_replaced()
+        if message.get("full"):
+            # It watches us by looking, and has no descriptor left for a link: no reason to start another.
+            self._let_go()
+            loop = asyncio.get_running_loop()
+            self._again_at = loop.time() + AGAIN_SECONDS
 
     def _lost(self) -> None:
         """The guardian died or left. Start it again: we may hold leases."""
-        loop = asyncio.get_running_loop()
-        if self._socket is not None:
-            loop.remove_reader(self._socket.fileno())
-            self._socket.close()
-            self._socket = None
-        if self._linking is None:
-            self._launch()
+        if self._let_go() and self._linking is None and self._launch():
             self._linking = asyncio.ensure_future(self._link())
 
-    def _launch(self) -> None:
+    def _let_go(self) -> bool:
+        if self._socket is None:
+            return False
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._socket.fileno())
+        loop.remove_writer(self._socket.fileno())
+        self._socket.close()
+        self._socket = None
+        return True
+
+    def _launch(self) -> bool:
+        """Start one, unless the last is still on its way. False where none can be started at all."""
         self._reap()
         if self._launched is None:
-            self._launched = launch(self.path)
+            try:
+                self._launched = launch(self.path)
+            except (MissingDependencyError, OSError, NotImplementedError, ValueError) as error:
+                self._again_at = asyncio.get_running_loop().time() + AGAIN_SECONDS
+                self._say_once(
+                    f"no guardian can be started: {error}. What a crash of this process leaves is ended by the next "
+                    "lowtide process that can start one, by `lowtide sweep`, or by its provider's lifetime"
+                )
+                return False
+        return True
 
     def _reap(self) -> None:
         """The launcher process exits as soon as the guardian has detached from it."""
@@ -141,19 +218,42 @@ class GuardianLink:
             pass
         self._launched = None
 
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            log.warning("%s", text)
+
 
 def connect(path: Path) -> socket.socket | None:
-    """A connection to the guardian of that state directory, or None when there is none."""
+    """A connection to the guardian of that state directory, or None when there is none. Never waits."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        # One that is stopped and has its hands full would let a connect wait for as long as it stands still.
+        link.setblocking(False)
         with DirectoryAddress(path) as address:
             link.connect(address)
-        link.setblocking(False)
-        link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         return link
     except OSError:
         link.close()
         return None
+
+
+def peer_uid(link: socket.socket) -> int:
+    """The user on the other end."""
+    return int(struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1])
+
+
+def socket_name() -> str:
+    return f"guardian-{_view()}.sock"
+
+
+def lock_name() -> str:
+    return f"guardian-{_view()}.lock"
+
+
+def _view() -> str:
+    """Of this machine and pid namespace: a guardian protects those whose death it can see, and only those."""
+    return hashlib.sha256(f"{machine.machine_id()} {machine.namespace()}".encode()).hexdigest()[:8]
 
 
 class DirectoryAddress:
@@ -164,46 +264,35 @@ class DirectoryAddress:
 
     def __enter__(self) -> str:
         self._fd = os.open(self._path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        return f"/proc/self/fd/{self._fd}/{SOCKET}"
+        return f"/proc/self/fd/{self._fd}/{socket_name()}"
 
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
 
-def launch(path: Path) -> int | None:
-    """Start a guardian, detached. Returns the launcher's pid, or None where none can be started."""
-    package = str(Path(__file__).resolve().parents[2])
-    program = (
-        "import os, sys\n"
-        "if os.fork(): os._exit(0)\n"
-        "sys.path.insert(0, sys.argv[1])\n"
-        "from lowtide.lifecycle.guardian import main\n"
-        "main(sys.argv[2])\n"
-    )
+def launch(path: Path) -> int:
+    """Start a guardian, detached. Returns the launcher's pid. What stops it on its way up is in its log."""
+    command = isolated.command("lowtide.lifecycle.guardian_process", str(path), detached=True)
     environ = dict(os.environ)
     environ.pop("LOWTIDE_CRASH_AT", None)
     if "LOWTIDE_GUARDIAN_CRASH_AT" in environ:
         environ["LOWTIDE_CRASH_AT"] = environ["LOWTIDE_GUARDIAN_CRASH_AT"]
+    null = os.open(os.devnull, os.O_RDWR)
+    errors = os.open(path / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        null = os.open(os.devnull, os.O_RDWR)
-        try:
-            return os.posix_spawn(
-                sys.executable,
-                [sys.executable, "-c", program, package, str(path)],
-                environ,
-                file_actions=[(os.POSIX_SPAWN_DUP2, null, fd) for fd in (0, 1, 2)],
-                setsid=True,
-                setsigmask=(),
-                setsigdef=_catchable(),
-            )
-        finally:
-            os.close(null)
-    except (OSError, NotImplementedError, ValueError) as error:
-        log.error("cannot start the guardian: %s", error)
-        return None
-
-
-def _catchable() -> list[int]:
-    import signal
-
-    return [n for n in signal.valid_signals() if n not in (signal.SIGKILL, signal.SIGSTOP)]
+        return os.posix_spawn(
+            command[0],
+            command,
+            environ,
+            file_actions=[
+                (os.POSIX_SPAWN_DUP2, null, 0),
+                (os.POSIX_SPAWN_DUP2, null, 1),
+                (os.POSIX_SPAWN_DUP2, errors, 2),
+            ],
+            setsid=True,
+            setsigmask=(),
+            setsigdef=[n for n in signal.valid_signals() if n not in (signal.SIGKILL, signal.SIGSTOP)],
+        )
+    finally:
+        os.close(errors)
+        os.close(null)

@@ -395,6 +395,11 @@ class Lifecycle:
                     decision=keep.decide(lease, failed=True),
                 )
 
+    def write_again(self) -> None:
+        """The ledger was removed or replaced: what this process holds is in it again."""
+        log.warning("the ledger %s was removed or replaced; open leases are written again", self.path)
+        self._in_background(self.ledger.restore([held.lease for held in self.held.values()]))
+
     async def _end_everything(self, *, failed: bool, seconds: float | None = None) -> list[EndReport]:
         """All leases this process holds, in parallel, under one deadline."""
         point("exit:begin")
@@ -457,7 +462,8 @@ def lifecycle(environ: Mapping[str, str] | None = None) -> Lifecycle:
         path = home(environ)
         ledger = SqliteLedger(path / "ledger.db")
         engine.forget_in_child(_forget)
-        _lifecycle = Lifecycle(ledger=ledger, path=path, guardian=GuardianLink(path))
+        _lifecycle = Lifecycle(ledger=ledger, path=path, guardian=GuardianLink(path, ledger.follow))
+        ledger.replaced = _lifecycle.write_again
     return _lifecycle
 
 

@@ -91,6 +91,10 @@ class Ledger(Protocol):
 
     async def history(self, lease_id: str) -> list[HistoryLine]: ...
 
+    async def restore(self, leases: Iterable[Lease]) -> None:
+        """Write these rows again where they are missing: the file was removed or replaced."""
+        ...
+
     async def forget(self, *, gone_before: float) -> int:
         """Drop rows that were gone before that time. Returns how many."""
         ...
@@ -111,16 +115,34 @@ class SqliteLedger:
         self._pid = os.getpid()
         self._intended: list[tuple[Lease, asyncio.Future[None]]] = []
         self._intending: asyncio.Task[None] | None = None
+        self.replaced: Callable[[], None] = lambda: None
+        """Called when somebody has removed the file or put another in its place, once the new one is open."""
+        self.ledger_id = self._open(secrets.token_hex(8))
+
+    def _open(self, new_id: str) -> str:
         try:
-            self._db = sqlite3.connect(path, timeout=0.02, isolation_level=None, check_same_thread=False)
-            os.chmod(path, 0o600)
-            self.ledger_id = self._set_up()
+            self._db = sqlite3.connect(self.path, timeout=0.02, isolation_level=None, check_same_thread=False)
+            os.chmod(self.path, 0o600)
+            ledger_id = self._set_up(new_id)
+            self._file = _file(self.path)
         except sqlite3.Error as error:
             raise self._error("open", error) from error
         except OSError as error:
-            raise LedgerError(f"cannot open the ledger {path}: {error.strerror}") from error
+            raise LedgerError(f"cannot open the ledger {self.path}: {error.strerror}") from error
+        return ledger_id
 
-    def _set_up(self) -> str:
+    def follow(self) -> None:
+        """Open what is at our path now, where that is another file than ours. One that is new keeps our id."""
+        if _file(self.path) == self._file or os.getpid() != self._pid:
+            return
+        # Never closed: SQLite would remove the log of the new file, which has the same name.
+        import ctypes
+
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._db))
+        self.ledger_id = self._open(self.ledger_id)
+        self.replaced()
+
+    def _set_up(self, new_id: str) -> str:
         deadline = time.monotonic() + self.busy_seconds
         while True:
             try:
@@ -131,9 +153,7 @@ class SqliteLedger:
                     self._db.execute("BEGIN IMMEDIATE")
                     for statement in lease_rows.SCHEMA.split(";"):
                         self._db.execute(statement)
-                    self._db.execute(
-                        "INSERT OR IGNORE INTO meta VALUES ('ledger_id', ?)", (secrets.token_hex(8),)
-                    )
+                    self._db.execute("INSERT OR IGNORE INTO meta VALUES ('ledger_id', ?)", (new_id,))
                     self._db.execute(
                         "INSERT OR IGNORE INTO meta VALUES ('version', ?)", (lease_rows.VERSION,)
                     )
@@ -239,7 +259,7 @@ class SqliteLedger:
             lease = self._get(lease_id)
             if lease is not None:
                 self._put(lease, reason=why or lease.reason, **fields)
-                if why:
+                if why and why != lease.reason:  # what is only said again is no news, however often
                     self._remember(lease_id, lease.state, lease.state, why)
 
         await self._write(work)
@@ -303,6 +323,21 @@ class SqliteLedger:
             )
             for at, before, after, pid, why in rows
         ]
+
+    async def restore(self, leases: Iterable[Lease]) -> None:
+        def work() -> None:
+            for lease in leases:
+                if self._get(lease.lease_id) is None:
+                    self._db.execute(lease_rows.INSERT, lease_rows.to_row(lease))
+                    self._remember(
+                        lease.lease_id, None, lease.state, "written again: the ledger was replaced"
+                    )
+
+        await self._write(work, durable=True)
+
+    async def checkpoint(self) -> None:
+        """Write the log back into the file and empty it, as far as nobody reads it now."""
+        await self._retry("write", lambda: self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
 
     async def forget(self, *, gone_before: float) -> int:
         def work() -> int:
@@ -375,6 +410,7 @@ class SqliteLedger:
         deadline = time.monotonic() + self.busy_seconds
         delay = 0.002
         while True:
+            self.follow()
             try:
                 return work()
             except sqlite3.Error as error:
@@ -396,6 +432,15 @@ class SqliteLedger:
         else:
             advice = "if another process holds it, end that process"
         return LedgerError(f"cannot {what} the ledger {self.path}: {text}; {advice}", retryable=_busy(error))
+
+
+def _file(path: Path) -> tuple[int, int] | None:
+    """Which file is at that path."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _busy(error: sqlite3.Error) -> bool:

@@ -11,24 +11,33 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lowtide.errors import LowtideError
+from lowtide import isolated
+from lowtide.errors import AuthenticationError, LowtideError, MissingDependencyError
+from lowtide.lifecycle import witness
 from lowtide.lifecycle.clock import Instant
 from lowtide.lifecycle.ending import end_lease, extend
 from lowtide.lifecycle.keep import Decision, Fate
 from lowtide.lifecycle.lease import Lease, Outcome, renewal_seconds
 from lowtide.lifecycle.ledger import SqliteLedger
+from lowtide.lifecycle.witness import Sighting, Testimony
 from lowtide.providers import registry
 from lowtide.providers.base import Provider
 
 log = logging.getLogger("lowtide.guardian")
 
 IDLE_SECONDS = 30.0
-_PACKAGE = str(Path(__file__).resolve().parents[2])
+ANSWER_SECONDS = 180.0
+"""More than any job may take: a worker that has not answered by then never will."""
+
+
+class NoCredentials(LowtideError):
+    """There is nothing here to ask this account with. Another process may have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +58,21 @@ class Workers:
         self._light: dict[tuple[str, str], Provider] = {}
         self._workers: dict[tuple[str, str], _Worker] = {}
 
-    def learn(self, credentials: Credentials) -> None:
-        """An owner told how it connects."""
-        self._known[credentials.name, credentials.account] = credentials
+    def learn(self, credentials: Credentials) -> bool:
+        """An owner told how it connects. True where that is new: then nobody works with the old ones any more."""
+        key = (credentials.name, credentials.account)
+        if self._known.get(key) == credentials:
+            return False
+        self._known[key] = credentials
+        self._light.pop(key, None)
+        worker = self._workers.pop(key, None)
+        if worker is not None:
+            worker.retire()
+        return True
+
+    def outlives_machine(self, lease: Lease) -> bool:
+        """Whether its sandbox may still run after a restart of this machine."""
+        return registry.provider_class(lease.provider).traits.outlives_machine
 
     def light(self, lease: Lease) -> Provider | None:
         """A connected provider for this lease, if it is one the guardian may load itself."""
@@ -68,6 +89,13 @@ class Workers:
             lease, {"end": lease.lease_id, "fate": decision.fate.value, "why": decision.why}
         )
         return Outcome(answer["outcome"]), str(answer["why"])
+
+    async def look(self, lease: Lease) -> Sighting:
+        """What its provider says about it."""
+        answer = await self._ask(lease, {"look": lease.lease_id})
+        if answer.get("error"):
+            raise LowtideError(str(answer["error"]), provider=lease.provider, sandbox_id=lease.sandbox_id)
+        return Sighting(testimony=Testimony(answer["testimony"]), expires_at=answer["expires_at"])
 
     async def renew(self, lease: Lease) -> None:
         answer = await self._ask(lease, {"renew": lease.lease_id})
@@ -89,14 +117,21 @@ class Workers:
         worker = self._workers.get(key)
         if worker is None or worker.ended:
             worker = self._workers[key] = _Worker(self._path, lease, self._environ(key))
-        return await worker.ask(job)
+        async with asyncio.timeout(ANSWER_SECONDS):
+            answer = await worker.ask(job)
+        if answer.get("refused"):
+            raise NoCredentials(str(answer["refused"]), provider=lease.provider, sandbox_id=lease.sandbox_id)
+        return answer
 
 
 def connect(name: str, account: str, environ: dict[str, str]) -> Provider:
     """The provider of exactly that account; another one must not be asked about its sandboxes."""
-    provider = registry.provider_class(name).connect(environ)
+    try:
+        provider = registry.provider_class(name).connect(environ)
+    except (AuthenticationError, MissingDependencyError) as error:
+        raise NoCredentials(str(error), provider=name) from error
     if provider.account != account:
-        raise LowtideError(
+        raise NoCredentials(
             f"the credentials at hand are for another {name} account than the lease's; set them and run: lowtide sweep",
             provider=name,
         )
@@ -124,23 +159,16 @@ class _Worker:
         number = self._count
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
+        if self.ended:
+            raise LowtideError("the worker ended before it was asked", retryable=True)
         process.stdin.write(json.dumps({**job, "number": number}).encode() + b"\n")
         return await answer
 
     async def _start(self) -> asyncio.subprocess.Process:
         async with self._starting:
             if self._process is None:
-                program = (
-                    "import sys; sys.path.insert(0, sys.argv[1])\n"
-                    "from lowtide.lifecycle.workers import main\n"
-                    "main(*sys.argv[2:])\n"
-                )
                 self._process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-c",
-                    program,
-                    _PACKAGE,
-                    *self._arguments,
+                    *isolated.command("lowtide.lifecycle.workers", *self._arguments),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.DEVNULL,
@@ -162,14 +190,20 @@ class _Worker:
             if not waiting.done():
                 waiting.set_exception(LowtideError("the worker ended before it answered", retryable=True))
 
-    async def aclose(self) -> None:
+    def retire(self) -> None:
+        """It finishes what it has and ends."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
+
+    async def aclose(self) -> None:
+        self.retire()
+        if self._process is not None:
             await self._process.wait()
 
 
 def main(path: str, name: str, account: str) -> None:
-    """The worker process."""
+    """The worker process. It ends with its input: a SIGTERM to the whole group is the guardian's to answer."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     asyncio.run(_work(Path(path), name, account))
 
 
@@ -214,12 +248,23 @@ async def _work(path: Path, name: str, account: str) -> None:
 async def _do(
     ledger: SqliteLedger, provider: Provider | None, refusal: str, job: dict[str, Any]
 ) -> dict[str, Any]:
-    lease = await ledger.get(job.get("end") or job["renew"])
+    lease = await ledger.get(job.get("end") or job.get("look") or job["renew"])
     if lease is None:
-        return {"outcome": Outcome.ALREADY_GONE, "why": "not in the ledger"}
+        return {
+            "outcome": Outcome.ALREADY_GONE,
+            "why": "not in the ledger",
+            "testimony": Testimony.NOTHING,
+            "expires_at": None,
+        }
     if provider is None:
         await ledger.note(lease.lease_id, f"cannot be ended from here: {refusal}")
-        return {"outcome": Outcome.FAILED, "why": refusal, "error": refusal}
+        return {"refused": refusal}
+    if "look" in job:
+        try:
+            sighting = await witness.ask(provider, lease)
+        except LowtideError as error:
+            return {"error": str(error)}
+        return {"testimony": sighting.testimony, "expires_at": sighting.expires_at}
     if "renew" in job:
         asked = Instant.now()
         try:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from lowtide import isolated
+
 _NEWUSER = 0x10000000
 _SYSCTLS = (
     # (file, the value that forbids, what to run)
@@ -153,7 +155,7 @@ def _try_idmap() -> str:
         "except OSError as error: print(error.strerror or error)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", program, package], capture_output=True, text=True, check=False
+        [isolated.python(), "-I", "-S", "-c", program, package], capture_output=True, text=True, check=False
     )
     return done.stdout.strip() or done.stderr.strip()[-200:] or "no answer"
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowtide import engine
+from lowtide import engine, isolated
 from lowtide.errors import SandboxFailedError, SandboxUnavailableError
 from lowtide.providers.local.waiting import readable
 
@@ -334,7 +334,11 @@ engine.forget_in_child(_forget_all)
 
 
 def _run_spawner(control: int) -> int:
-    python = getattr(sys, "_base_executable", None) or sys.executable
+    python = isolated.python()
+    if (
+        python == sys.executable
+    ):  # the one under a virtual environment: starts faster, and needs nothing of it
+        python = getattr(sys, "_base_executable", None) or python
     script = str(Path(__file__).with_name("spawner") / "__main__.py")
     null = os.open(os.devnull, os.O_RDWR)
     errors = 2 if os.environ.get("LOWTIDE_DEBUG") else null

@@ -1,0 +1,88 @@
+"""The guardian as a process: one per state directory, its log, its descriptors, its signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import resource
+import signal
+import sys
+from logging.handlers import WatchedFileHandler
+from pathlib import Path
+
+from lowtide.errors import LowtideError
+from lowtide.lifecycle.guardian import Guardian
+from lowtide.lifecycle.guardian_link import LOG, lock_name
+from lowtide.lifecycle.points import point
+
+log = logging.getLogger("lowtide.guardian")
+
+LOG_BYTES = 1_000_000
+"""The log starts anew past this, keeping one old file."""
+
+
+def main(path: str) -> None:
+    """Run as the guardian of that state directory, unless there is one already."""
+    point("guardian:started")
+    os.chdir("/")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    lock = os.open(os.path.join(path, lock_name()), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    point("guardian:locked")
+    log_to(Path(path) / LOG)
+    descriptors = _raise_descriptor_limit()
+    try:
+        asyncio.run(Guardian(Path(path), descriptors=descriptors).run())
+    except FileNotFoundError as error:  # the whole state directory was removed under us
+        log.warning("guardian leaves: %s", error)
+    except LowtideError as error:
+        log.warning("guardian leaves: %s", error)
+        sys.exit(1)
+    except Exception:
+        log.exception("guardian failed")
+        sys.exit(1)
+
+
+def log_to(path: Path) -> None:
+    """One line per decision."""
+    handler = BoundedLog(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(message)s"))
+    root = logging.getLogger("lowtide")
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+
+
+class BoundedLog(WatchedFileHandler):
+    """A log for its owner's eyes, shared with the guardians of other containers, that starts anew when long."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, delay=True)
+        self._old = path.with_name(path.name + ".1")
+
+    def _open(self):  # type: ignore[no-untyped-def]
+        os.close(os.open(self.baseFilename, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        os.chmod(self.baseFilename, 0o600)
+        return super()._open()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):
+            if os.stat(self.baseFilename).st_size > LOG_BYTES:
+                os.replace(self.baseFilename, self._old)
+        with contextlib.suppress(OSError):  # a full disk must not keep it from its work
+            super().emit(record)
+
+
+def _raise_descriptor_limit() -> int:
+    """As many descriptors as this user may have; returns how many that are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return hard if hard != resource.RLIM_INFINITY else 1 << 20
+    return soft
