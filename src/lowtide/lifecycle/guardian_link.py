@@ -212,8 +212,14 @@ class GuardianLink:
         if self._launched is None:
             return
         try:
-            if os.waitpid(self._launched, os.WNOHANG)[0] == 0:
+            pid, status = os.waitpid(self._launched, os.WNOHANG)
+            if pid == 0:
                 return
+            if status:
+                self._say_once(
+                    f"the guardian could not be started (exit status {os.waitstatus_to_exitcode(status)}; the reason "
+                    f"may be in {self.path / LOG}); is LOWTIDE_PYTHON, or the Python that runs here, complete?"
+                )
         except ChildProcessError:  # the program waits for all its children
             pass
         self._launched = None

@@ -10,7 +10,7 @@ import os
 import resource
 import signal
 import sys
-from logging.handlers import WatchedFileHandler
+from io import TextIOWrapper
 from pathlib import Path
 
 from lowtide.errors import LowtideError
@@ -59,24 +59,35 @@ def log_to(path: Path) -> None:
     root.setLevel(logging.INFO)
 
 
-class BoundedLog(WatchedFileHandler):
+class BoundedLog(logging.FileHandler):
     """A log for its owner's eyes, shared with the guardians of other containers, that starts anew when long."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, delay=True)
         self._old = path.with_name(path.name + ".1")
 
-    def _open(self):  # type: ignore[no-untyped-def]
-        os.close(os.open(self.baseFilename, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        os.chmod(self.baseFilename, 0o600)
-        return super()._open()
+    def _open(self) -> TextIOWrapper:
+        fd = os.open(self.baseFilename, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.fchmod(fd, 0o600)
+        return open(fd, "a", encoding="utf-8")
 
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(OSError):
-            if os.stat(self.baseFilename).st_size > LOG_BYTES:
-                os.replace(self.baseFilename, self._old)
         with contextlib.suppress(OSError):  # a full disk must not keep it from its work
+            self._start_anew_if_due()
             super().emit(record)
+
+    def _start_anew_if_due(self) -> None:
+        if self.stream is None:
+            return
+        mine = os.fstat(self.stream.fileno())
+        if mine.st_size > LOG_BYTES:
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(self.baseFilename), mine):  # else another guardian was first
+                    os.replace(self.baseFilename, self._old)
+        elif mine.st_nlink:
+            return
+        self.stream.close()
+        self.stream = None
 
 
 def _raise_descriptor_limit() -> int:
