@@ -15,6 +15,11 @@ from lowtide.machine import boot_id
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
+def seconds() -> float:
+    """Since the machine's boot."""
+    return time.clock_gettime(_CLOCK)
+
+
 @dataclass(frozen=True, slots=True)
 class Instant:
     """One reading. It means something to every process on this machine until the machine is restarted."""
@@ -24,7 +29,7 @@ class Instant:
 
     @classmethod
     def now(cls) -> Self:
-        return cls(boot_id(), time.clock_gettime(_CLOCK))
+        return cls(boot_id(), seconds())
 
     def elapsed(self) -> float | None:
         """The seconds since then; None for a reading of another machine, or from before a restart."""

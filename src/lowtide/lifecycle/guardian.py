@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import LowtideError
-from lowtide.lifecycle import keep
-from lowtide.lifecycle.deadlines import Clock, Deadlines, MachineClock
+from lowtide.lifecycle import clock, keep
+from lowtide.lifecycle.deadlines import Deadlines
 from lowtide.lifecycle.ending import end_lease
 from lowtide.lifecycle.guardian_socket import Links
 from lowtide.lifecycle.keep import Decision, Fate
@@ -51,9 +51,8 @@ AT_ONCE = 64
 class Guardian:
     """The process's one guardian; runs until nothing is left to do."""
 
-    def __init__(self, path: Path, *, descriptors: int = 1024, clock: Clock | None = None) -> None:
+    def __init__(self, path: Path, *, descriptors: int = 1024) -> None:
         self.path = path
-        self.clock: Clock = clock or MachineClock()
         self.ledger = SqliteLedger(path / "ledger.db")
         self.ledger.replaced = self._ledger_replaced
         self.workers = Workers(path)
@@ -63,9 +62,9 @@ class Guardian:
         self.links = Links(
             path, share, learn=self._learn, came=self._look_at, went=self._link_closed, status=self._status
         )
-        self.retries = Retries(self.clock.elapsed)
-        self.deadlines = Deadlines(self.clock)
-        self.upkeep = Upkeep(self.ledger, self.workers, self.clock, self.retries)
+        self.retries = Retries()
+        self.deadlines = Deadlines()
+        self.upkeep = Upkeep(self.ledger, self.workers, self.retries)
         self.open: list[Lease] = []
         self.ending: dict[str, asyncio.Task[None]] = {}
         self.stuck: set[str] = set()
@@ -122,7 +121,7 @@ class Guardian:
         if self.ending or len(self.links) or any(self._needed_by(lease, verdicts) for lease in self.open):
             self.idle_since = None
             return True
-        now = self.clock.elapsed()
+        now = clock.seconds()
         if self.idle_since is None:
             self.idle_since = now
             await self.upkeep.prune(now=True)
@@ -146,7 +145,7 @@ class Guardian:
         """A kept one that is not due soon and whose provider ends it no later than we would."""
         if lease.kept_until is None or lease.expires_at is None:
             return False
-        if self.deadlines.left(("kept", lease.lease_id), lease.kept_until) < STAY_SECONDS:
+        if self.deadlines.left(lease.lease_id, lease.kept_until) < STAY_SECONDS:
             return False
         return lease.expires_at <= lease.kept_until + 60.0
 
@@ -155,7 +154,7 @@ class Guardian:
         self.stuck &= known
         self.watch.only({lease.owner for lease in self.open})
         self.retries.only(known | {"renew " + one for one in known} | {"ask " + one for one in known})
-        self.deadlines.only([(kind, one) for kind in ("kept", "lifetime") for one in known])
+        self.deadlines.only(known)
         self.upkeep.only(known)
 
     # Owners.
@@ -191,9 +190,7 @@ class Guardian:
         """Whatever is due for one lease: an expired keep, a dead owner, a failed end, a lifetime, a renewal."""
         here = verdict.standing is not Standing.UNKNOWN or lease.owner.here
         if lease.state is LeaseState.KEPT:
-            due = lease.kept_until is not None and (
-                self.deadlines.left(("kept", lease.lease_id), lease.kept_until) < 0
-            )
+            due = lease.kept_until is not None and (self.deadlines.left(lease.lease_id, lease.kept_until) < 0)
             seen = here or (lease.owner.machine_id == machine_id() and self.workers.outlives_machine(lease))
             if due and seen:
                 self._end(lease, Decision(Fate.DESTROY, "kept until now"), None)
@@ -206,9 +203,7 @@ class Guardian:
         elif lease.state is LeaseState.ENDING and lease.attempts:
             # The owner lives, but could not end it: it is tried again until it succeeds.
             self._end(lease, Decision(Fate.DESTROY, lease.reason or "its lease ended"), lease.owner)
-        elif lease.max_lifetime_at is not None and (
-            self.deadlines.left(("lifetime", lease.lease_id), lease.max_lifetime_at) < -1.0
-        ):
+        elif (left := lease.life_left()) is not None and left < -1.0:
             self._end(lease, Decision(Fate.DESTROY, "its maximum lifetime is over"), lease.owner)
         elif lease.state is LeaseState.LIVE and self.upkeep.renewal_due(lease):
             self._in_background(self.upkeep.renew(lease))
@@ -287,7 +282,7 @@ class Guardian:
 
     def _terminated(self) -> None:
         log.info("guardian %d was told to end: finishing what dead owners have left", os.getpid())
-        self.terminated_at = self.clock.elapsed()
+        self.terminated_at = clock.seconds()
         self.changed.set()
 
     async def _goes_on_though_terminated(self, verdicts: dict[Owner, Verdict]) -> bool:
@@ -299,7 +294,7 @@ class Guardian:
             and lease.state is not LeaseState.KEPT
             and lease.lease_id not in self.stuck
         ]
-        busy = left or self.ending or self.clock.elapsed() - (self.terminated_at or 0.0) < IDLE_SECONDS
+        busy = left or self.ending or clock.seconds() - (self.terminated_at or 0.0) < IDLE_SECONDS
         if not busy:
             return False
         if self._out_of_time():
@@ -308,7 +303,7 @@ class Guardian:
         return True
 
     def _out_of_time(self) -> bool:
-        return self.terminated_at is not None and self.clock.elapsed() - self.terminated_at > TERM_SECONDS
+        return self.terminated_at is not None and clock.seconds() - self.terminated_at > TERM_SECONDS
 
     def _why_it_leaves(self) -> str:
         if self.terminated_at is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+
+from lowtide.lifecycle import clock
 
 FIRST_SECONDS = 2.0
 MOST_SECONDS = 3600.0
@@ -11,19 +13,18 @@ MOST_SECONDS = 3600.0
 class Retries:
     """Failures by key, in memory: a guardian that starts anew may try everything once."""
 
-    def __init__(self, elapsed: Callable[[], float]) -> None:
-        self._elapsed = elapsed
+    def __init__(self) -> None:
         self._failed: dict[str, tuple[int, float]] = {}
 
     def due(self, key: str) -> bool:
         """Whether it may be tried now: it never failed, or long enough ago."""
-        return key not in self._failed or self._failed[key][1] <= self._elapsed()
+        return key not in self._failed or self._failed[key][1] <= clock.seconds()
 
     def failed(self, key: str, *, most: float = MOST_SECONDS) -> float:
         """Note a failure. Returns the seconds until it is due again."""
         count = self._failed.get(key, (0, 0.0))[0] + 1
         wait = min(most, FIRST_SECONDS * 2.0 ** min(count - 1, 20))
-        self._failed[key] = (count, self._elapsed() + wait)
+        self._failed[key] = (count, clock.seconds() + wait)
         return wait
 
     def succeeded(self, key: str) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from lowtide.lifecycle import witness
-from lowtide.lifecycle.deadlines import Clock
+from lowtide.lifecycle import clock, witness
+from lowtide.lifecycle.clock import Instant
 from lowtide.lifecycle.ending import extend
 from lowtide.lifecycle.lease import LEASE_SECONDS, Lease, renewal_seconds
 from lowtide.lifecycle.ledger import SqliteLedger
@@ -29,57 +30,47 @@ class _Seen:
 
     expires_at: float | None
     since: float
-    due: float = 0.0
 
 
 class Upkeep:
     """What is done for the living and for the ledger. Ends nothing."""
 
-    def __init__(self, ledger: SqliteLedger, workers: Workers, clock: Clock, retries: Retries) -> None:
+    def __init__(self, ledger: SqliteLedger, workers: Workers, retries: Retries) -> None:
         self._ledger = ledger
         self._workers = workers
-        self._clock = clock
         self._retries = retries
-        self._renewed: dict[str, _Seen] = {}
+        self._renewing: set[str] = set()
         self._asked: dict[str, _Seen] = {}
         self._ask_at: dict[str, float] = {}
         self._pruned_at: float | None = None
 
     def only(self, lease_ids: Collection[str]) -> None:
         """Forget the others."""
-        for seen in (self._renewed, self._asked):
-            for lease_id in seen.keys() - set(lease_ids):
-                del seen[lease_id]
         for lease_id in self._ask_at.keys() - set(lease_ids):
             del self._ask_at[lease_id]
+            self._asked.pop(lease_id, None)
 
-    # Renewal: each third of the lifetime, counted from when the last one was seen.
+    # Renewal, when a third of the lifetime has passed.
 
     def renewal_due(self, lease: Lease) -> bool:
-        if lease.lifetime_seconds is None or lease.sandbox_id is None:
-            return False
-        now, third = self._clock.elapsed(), lease.lifetime_seconds / 3
-        seen = self._renewed.get(lease.lease_id)
-        if seen is None:
-            # What is left may be off by as much as somebody set the clock; a third is left in any case.
-            left = (lease.expires_at or 0.0) - self._clock.now()
-            seen = _Seen(lease.expires_at, now, now + min(max(0.0, left - 2 * third), third))
-            self._renewed[lease.lease_id] = seen
-        elif seen.expires_at != lease.expires_at:  # somebody has renewed it
-            seen = self._renewed[lease.lease_id] = _Seen(lease.expires_at, now, now + third)
-        return seen.due <= now and self._retries.due("renew " + lease.lease_id)
+        return (
+            lease.sandbox_id is not None
+            and lease.renewal_due(2 / 3)
+            and lease.lease_id not in self._renewing
+            and self._retries.due("renew " + lease.lease_id)
+        )
 
     async def renew(self, lease: Lease) -> None:
         key = "renew " + lease.lease_id
-        seen = self._renewed.get(lease.lease_id)
-        if seen is None or lease.sandbox_id is None:
+        if lease.sandbox_id is None:
             return
-        seen.due = self._clock.elapsed() + (lease.lifetime_seconds or LEASE_SECONDS) / 10  # not twice at once
+        self._renewing.add(lease.lease_id)
         try:
             provider = self._workers.light(lease)
             if provider is not None:
+                asked = Instant.now()
                 until = await extend(provider, lease.sandbox_id, renewal_seconds(lease))
-                await self._ledger.note(lease.lease_id, "", expires_at=until)
+                await self._ledger.note(lease.lease_id, "", expires_at=until, renewed=asked)
             else:
                 await self._workers.renew(lease)
         except Exception as error:
@@ -94,12 +85,14 @@ class Upkeep:
             )
         else:
             self._retries.succeeded(key)
+        finally:
+            self._renewing.discard(lease.lease_id)
 
     # A hosted lease from before a restart.
 
     async def abandoned(self, lease: Lease) -> str | None:
         """Why nobody owns it any more; None while that is not proven."""
-        now = self._clock.elapsed()
+        now = clock.seconds()
         if self._ask_at.get(lease.lease_id, 0.0) > now or not self._retries.due("ask " + lease.lease_id):
             return None
         period = lease.lifetime_seconds
@@ -137,11 +130,11 @@ class Upkeep:
 
     async def prune(self, *, now: bool = False) -> None:
         """Once an hour, and when there is nothing else to do."""
-        elapsed = self._clock.elapsed()
+        elapsed = clock.seconds()
         if self._pruned_at is None:
             self._pruned_at = elapsed
         if elapsed - self._pruned_at < PRUNE_SECONDS and not now:
             return
         self._pruned_at = elapsed
-        await self._ledger.forget(gone_before=self._clock.now() - KEEP_GONE_SECONDS)
+        await self._ledger.forget(gone_before=time.time() - KEEP_GONE_SECONDS)
         await self._ledger.checkpoint()

@@ -56,6 +56,7 @@ class Workers:
         self._path = path
         self._known: dict[tuple[str, str], Credentials] = {}
         self._light: dict[tuple[str, str], Provider] = {}
+        self._retired: list[Provider] = []
         self._workers: dict[tuple[str, str], _Worker] = {}
 
     def learn(self, credentials: Credentials) -> bool:
@@ -64,7 +65,8 @@ class Workers:
         if self._known.get(key) == credentials:
             return False
         self._known[key] = credentials
-        self._light.pop(key, None)
+        if key in self._light:
+            self._retired.append(self._light.pop(key))
         worker = self._workers.pop(key, None)
         if worker is not None:
             worker.retire()
@@ -72,7 +74,10 @@ class Workers:
 
     def outlives_machine(self, lease: Lease) -> bool:
         """Whether its sandbox may still run after a restart of this machine."""
-        return registry.provider_class(lease.provider).traits.outlives_machine
+        try:
+            return registry.provider_class(lease.provider).traits.outlives_machine
+        except LowtideError:  # a provider that is not installed here
+            return True
 
     def light(self, lease: Lease) -> Provider | None:
         """A connected provider for this lease, if it is one the guardian may load itself."""
@@ -105,7 +110,7 @@ class Workers:
     async def aclose(self) -> None:
         for worker in self._workers.values():
             await worker.aclose()
-        for provider in self._light.values():
+        for provider in (*self._light.values(), *self._retired):
             await provider.aclose()
 
     def _environ(self, key: tuple[str, str]) -> dict[str, str]:
