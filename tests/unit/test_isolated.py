@@ -83,7 +83,7 @@ import os, sys
 from lowtide import Sandbox
 from lowtide.testing import FaultyService
 from lowtide.lifecycle.guardian_link import connect
-from lowtide.lifecycle.protocol import lifecycle
+from lowtide.lifecycle.leases import lifecycle
 import time
 with FaultyService(os.environ["LOWTIDE_HOME"] + "-service") as service:
     with Sandbox.run(provider="faulty") as box:
