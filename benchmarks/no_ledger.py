@@ -48,8 +48,11 @@ class Forgetful:
     async def get(self, lease_id: str) -> Lease | None:
         return self._rows.get(lease_id)
 
-    async def find(self, provider: str, account: str | None, sandbox_id: str) -> Lease | None:
+    async def find(self, provider: str | None, account: str | None, sandbox_id: str) -> Lease | None:
         return next((row for row in self._rows.values() if row.sandbox_id == sandbox_id), None)
+
+    async def named(self, text: str, **_: Any) -> list[Lease]:
+        return []
 
     async def leases(self, **_: Any) -> list[Lease]:
         return []

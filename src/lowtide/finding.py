@@ -172,7 +172,5 @@ def _places(leases: Sequence[Lease]) -> list[Provider]:
 async def _provider_of(sandbox_id: str) -> Provider:
     from lowtide.lifecycle.leases import lifecycle
 
-    for lease in await lifecycle().leases():
-        if lease.sandbox_id == sandbox_id:
-            return registry.provider(lease.provider)
-    return registry.provider(default_provider())
+    lease = await lifecycle().ledger.find(None, None, sandbox_id)
+    return registry.provider(lease.provider if lease is not None else default_provider())

@@ -19,12 +19,10 @@ _SHORTEST = 4
 
 async def lease_named(text: str, provider: str | None = None, *, ended_too: bool = False) -> Lease | None:
     """The lease with that sandbox id or lease id, or the only one whose id starts or ends so."""
-    from lowtide.lifecycle.lease import LeaseState
     from lowtide.lifecycle.leases import lifecycle
 
-    open_states = [state for state in LeaseState if state is not LeaseState.GONE]
-    for states in (open_states, [LeaseState.GONE]) if ended_too else (open_states,):
-        found = _only(text, await lifecycle().leases(states=states, provider=provider))
+    for ended in (False, True) if ended_too else (False,):
+        found = _only(text, await lifecycle().ledger.named(text, ended=ended, provider=provider))
         if found is not None:
             return found
     return None
@@ -36,17 +34,13 @@ def _only(text: str, leases: list[Lease]) -> Lease | None:
         return exact[-1]
     if len(text) < _SHORTEST:
         return None
-    near = [
-        lease
-        for lease in leases
-        if any(_fits(text, one) for one in (lease.sandbox_id, lease.lease_id) if one)
-    ]
-    if len(near) > 1:
-        names = ", ".join(str(lease.sandbox_id or lease.lease_id) for lease in near[:3])
+    # Ids begin with the time they were made, so that the end of one is what tells it from its siblings.
+    if len(leases) > 1:
+        names = ", ".join(str(lease.sandbox_id or lease.lease_id) for lease in leases[:3])
         raise click.UsageError(
-            f"{text} could be {len(near)} sandboxes ({names} …): say more of the id; `lowtide ls` lists them"
+            f"{text} could be several sandboxes ({names} …): say more of the id; `lowtide ls` lists them"
         )
-    return near[0] if near else None
+    return leases[0] if leases else None
 
 
 def find_sandbox(text: str, provider: str | None = None) -> Sandbox:
@@ -69,8 +63,3 @@ def connected(sandbox: Sandbox) -> tuple[Provider, str]:
 
     sandbox.wait()
     return registry.provider(sandbox.provider), str(sandbox.sandbox_id)
-
-
-def _fits(text: str, one: str) -> bool:
-    # Ids begin with the time they were made, so that the end of one is what tells it from its siblings.
-    return one.startswith(text) or one.endswith(text)

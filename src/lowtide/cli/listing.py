@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from lowtide.cli.text import timestamp
 from lowtide.errors import LedgerError
 from lowtide.lifecycle.lease import Lease, LeaseState
-from lowtide.lifecycle.ledger import SqliteLedger
+from lowtide.lifecycle.ledger import Ledger, SqliteLedger
 from lowtide.lifecycle.owner import Owner
 from lowtide.machine import home, machine_id
 
@@ -26,6 +26,7 @@ _STATE_NAMES = {
     LeaseState.HANDED_OVER: "released",
     LeaseState.GONE: "terminated",
 }
+_ENDED = (LeaseState.HANDED_OVER, LeaseState.GONE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,19 +71,18 @@ class Row:
         return f"{self.owner.pid}{place}{alive}"
 
 
-def rows(*, provider: str | None, tags: tuple[str, ...], everything: bool) -> list[Row]:
-    """Sorted by age, oldest first."""
-    states = list(LeaseState) if everything else None
+def rows(*, provider: str | None, tags: tuple[str, ...], ended: int = 0) -> list[Row]:
+    """Sorted by age, oldest first: all that are open, and the newest `ended`, which are gone or were released."""
     if provider is None:
         ledger = SqliteLedger(home() / "ledger.db")
         try:
-            shown = [_from_lease(lease, None) for lease in _now(ledger.leases(states=states, tags=tags))]
+            shown = [_from_lease(lease, None) for lease in _now(leases(ledger, None, tags, ended))]
         finally:
             ledger.close()
     else:
         from lowtide.engine import engine
 
-        shown = engine().run(_with_provider(provider, tags, states))
+        shown = engine().run(_with_provider(provider, tags, ended))
     return sorted(shown, key=lambda row: (row.created_at or 0.0, row.id))
 
 
@@ -99,15 +99,23 @@ def _now(work: Coroutine[Any, Any, T]) -> T:
     raise LedgerError("the ledger is busy; try again", retryable=True)
 
 
-async def _with_provider(name: str, tags: tuple[str, ...], states: list[LeaseState] | None) -> list[Row]:
+async def leases(ledger: Ledger, provider: str | None, tags: tuple[str, ...], ended: int) -> list[Lease]:
+    """All that are open, and the newest `ended`."""
+    found = await ledger.leases(tags=tags, provider=provider)
+    if ended:
+        found += await ledger.leases(states=_ENDED, tags=tags, provider=provider, newest=ended)
+    return found
+
+
+async def _with_provider(name: str, tags: tuple[str, ...], ended: int) -> list[Row]:
     """The ledger's rows of that provider with what it says about them, and what it has besides."""
     from lowtide.lifecycle.leases import lifecycle
     from lowtide.providers import registry
 
-    leases = await lifecycle().leases(states=states, tags=tags, provider=name)
+    known = await leases(lifecycle().ledger, name, tags, ended)
     place = registry.provider(name)
     seen = {info.sandbox_id: info for info in await _listed(place, tags)}
-    shown = [_from_lease(lease, seen.pop(lease.sandbox_id or "", None)) for lease in leases]
+    shown = [_from_lease(lease, seen.pop(lease.sandbox_id or "", None)) for lease in known]
     return shown + [_from_info(place.name, info) for info in seen.values()]
 
 

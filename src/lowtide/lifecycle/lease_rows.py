@@ -23,7 +23,7 @@ CREATE TABLE IF NOT EXISTS lease (
   machine_id TEXT NOT NULL DEFAULT '', namespace TEXT NOT NULL DEFAULT '', image TEXT NOT NULL DEFAULT '',
   life TEXT NOT NULL DEFAULT '', began TEXT, renewed TEXT, request_ended TEXT
 ) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS lease_open ON lease (state) WHERE state NOT IN ('gone', 'handed-over');
+CREATE INDEX IF NOT EXISTS lease_state ON lease (state);
 CREATE INDEX IF NOT EXISTS lease_sandbox ON lease (sandbox_id, provider);
 CREATE TABLE IF NOT EXISTS history (
   lease_id TEXT NOT NULL, at REAL NOT NULL, before TEXT, after TEXT NOT NULL, pid INTEGER NOT NULL, why TEXT NOT NULL
@@ -66,20 +66,20 @@ _OWNER = ("host", "boot_id", "pid", "start_time", "machine_id", "namespace", "im
 OWNER_COLUMNS = ", ".join(_OWNER)
 INSERT = f"INSERT INTO lease ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
 SELECT = f"SELECT {', '.join(_COLUMNS)} FROM lease"
-VERSION = "3"
+VERSION = "4"
 
-_ADDED = {
-    "2": [f"{name} TEXT NOT NULL DEFAULT ''" for name in ("machine_id", "namespace", "image", "life")],
-    "3": [f"{name} TEXT" for name in _INSTANTS],
+_STEPS = {
+    "2": [
+        f"ALTER TABLE lease ADD COLUMN {name} TEXT NOT NULL DEFAULT ''"
+        for name in ("machine_id", "namespace", "image", "life")
+    ],
+    "3": [f"ALTER TABLE lease ADD COLUMN {name} TEXT" for name in _INSTANTS],
+    "4": ["CREATE INDEX IF NOT EXISTS lease_state ON lease (state)", "DROP INDEX IF EXISTS lease_open"],
 }
 UPGRADES = {
-    written: [
-        f"ALTER TABLE lease ADD COLUMN {column}"
-        for version, columns in _ADDED.items()
-        if version > written
-        for column in columns
-    ]
-    for written in ("1", "2")
+    written: [statement for version, step in _STEPS.items() if version > written for statement in step]
+    for written in ("1", *_STEPS)
+    if written != VERSION
 }
 """From each earlier version to this one: the statements that bring the tables along."""
 

@@ -6,12 +6,13 @@ transaction. A row is never deleted before its sandbox is confirmed gone.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -72,8 +73,13 @@ class Ledger(Protocol):
 
     async def get(self, lease_id: str) -> Lease | None: ...
 
-    async def find(self, provider: str, account: str | None, sandbox_id: str) -> Lease | None:
-        """The newest row of that sandbox."""
+    async def find(self, provider: str | None, account: str | None, sandbox_id: str) -> Lease | None:
+        """The newest row of that sandbox; None stands for any provider, any account."""
+        ...
+
+    async def named(self, text: str, *, ended: bool, provider: str | None = None) -> list[Lease]:
+        """The rows with that sandbox or lease id, oldest first; if there are none, a few of those whose id begins or
+        ends so. Either of the open ones or of the `ended`, of which only the newest are searched for an ending."""
         ...
 
     async def leases(
@@ -83,7 +89,10 @@ class Ledger(Protocol):
         owner: Owner | None = None,
         provider: str | None = None,
         tags: Collection[str] = (),
-    ) -> list[Lease]: ...
+        newest: int | None = None,
+    ) -> list[Lease]:
+        """Oldest first. With `newest`, at most so many, and those the youngest."""
+        ...
 
     async def owners(self) -> list[Owner]:
         """Who still owns something that has to be ended, on whichever machine."""
@@ -101,6 +110,11 @@ class Ledger(Protocol):
 
     def close(self) -> None: ...
 
+
+_A_FEW = 4
+"""Of the rows that an id could mean: enough to say which, or that it is not clear."""
+_SEARCHED = 1000
+"""How many of the newest rows are searched for the end of an id, for which there is no index."""
 
 _FULL, _NORMAL = "PRAGMA synchronous=FULL", "PRAGMA synchronous=NORMAL"
 
@@ -267,8 +281,10 @@ class SqliteLedger:
     async def get(self, lease_id: str) -> Lease | None:
         return await self._retry("read", lambda: self._get(lease_id))
 
-    async def find(self, provider: str, account: str | None, sandbox_id: str) -> Lease | None:
-        query, values = f"{lease_rows.SELECT} WHERE sandbox_id=? AND provider=?", [sandbox_id, provider]
+    async def find(self, provider: str | None, account: str | None, sandbox_id: str) -> Lease | None:
+        query, values = f"{lease_rows.SELECT} WHERE sandbox_id=?", [sandbox_id]
+        if provider is not None:
+            query, values = query + " AND provider=?", [*values, provider]
         if account is not None:
             query, values = query + " AND account=?", [*values, account]
         rows = await self._retry("read", lambda: self._db.execute(query, values).fetchall())
@@ -284,29 +300,47 @@ class SqliteLedger:
         owner: Owner | None = None,
         provider: str | None = None,
         tags: Collection[str] = (),
+        newest: int | None = None,
     ) -> list[Lease]:
         where, values = _in("state", OPEN_STATES if states is None else states)
-        if states is None or frozenset(states) <= OPEN_STATES:
-            where += " AND state NOT IN ('gone', 'handed-over')"  # so that the partial index is used
+        if frozenset(states or ()) == frozenset(LeaseState):
+            where, values = "1", []  # then the rows in their own order are the quickest way
+        for tag in tags:
+            where, values = where + " AND instr(tags, ?)", [*values, json.dumps(tag)]
         if owner is not None:
             where, values = where + " AND pid=? AND start_time=?", [*values, owner.pid, owner.start_time]
         if provider is not None:
             where, values = where + " AND provider=?", [*values, provider]
-        query = f"{lease_rows.SELECT} WHERE {where} ORDER BY lease_id"
-        rows = await self._retry("read", lambda: self._db.execute(query, values).fetchall())
-        leases = [lease_rows.from_row(row, self.ledger_id) for row in rows]
-        return [
-            lease
-            for lease in leases
-            if set(tags) <= set(lease.tags) and (owner is None or lease.owner == owner)
-        ]
+        query = f"{lease_rows.SELECT} WHERE {where} ORDER BY lease_id DESC LIMIT ?"
+        values.append(-1 if newest is None else newest)
+        leases = [lease for lease in await self._read(query, values) if owner in (None, lease.owner)]
+        return list(reversed(leases))
+
+    async def named(self, text: str, *, ended: bool, provider: str | None = None) -> list[Lease]:
+        states, values = _in("state", [LeaseState.GONE] if ended else set(LeaseState) - {LeaseState.GONE})
+        if provider is not None:
+            states, values = states + " AND provider=?", [*values, provider]
+        ids = ("lease_id", "sandbox_id")
+        # "+" keeps an index on the state, which most rows share, from being preferred to one on the id.
+        by_id = f"{lease_rows.SELECT} WHERE {{id}} AND +{states}"
+        found: list[Lease] = []
+        for id_ in ids:
+            found += await self._read(by_id.format(id=f"{id_}=?"), [text, *values])
+        if not found:
+            for id_ in ids:
+                begins = by_id.format(id=f"{id_}>=? AND {id_}<?") + f" LIMIT {_A_FEW}"
+                found += await self._read(begins, [text, text + "\U0010ffff", *values])
+            newest = f"{lease_rows.SELECT} WHERE {states} ORDER BY lease_id DESC LIMIT {_SEARCHED}"
+            found += [
+                lease
+                for lease in await self._read(newest, values)
+                if any(one is not None and one.endswith(text) for one in (lease.lease_id, lease.sandbox_id))
+            ]
+        return sorted({lease.lease_id: lease for lease in found}.values(), key=lambda lease: lease.lease_id)
 
     async def owners(self) -> list[Owner]:
         where, values = _in("state", OPEN_STATES)
-        query = (
-            f"SELECT DISTINCT {lease_rows.OWNER_COLUMNS} FROM lease "
-            f"WHERE {where} AND state NOT IN ('gone', 'handed-over')"
-        )
+        query = f"SELECT DISTINCT {lease_rows.OWNER_COLUMNS} FROM lease WHERE {where}"
         rows = await self._retry("read", lambda: self._db.execute(query, values).fetchall())
         return [lease_rows.to_owner(row) for row in rows]
 
@@ -359,6 +393,10 @@ class SqliteLedger:
             self._db.close()
 
     # Below: one transaction each.
+
+    async def _read(self, query: str, values: Sequence[Any]) -> list[Lease]:
+        rows = await self._retry("read", lambda: self._db.execute(query, values).fetchall())
+        return [lease_rows.from_row(row, self.ledger_id) for row in rows]
 
     def _get(self, lease_id: str) -> Lease | None:
         row = self._db.execute(f"{lease_rows.SELECT} WHERE lease_id=?", (lease_id,)).fetchone()

@@ -11,10 +11,22 @@ from lowtide.cli.parameters import json_option, provider_option, tag_option
 @provider_option
 @tag_option
 @click.option("--all", "-a", "everything", is_flag=True, help="Also those that are gone or were released.")
+@click.option(
+    "--limit",
+    type=click.IntRange(1),
+    default=1000,
+    help="With --all: at most so many ended ones, the newest.",
+)
 @click.option("--quiet", "-q", is_flag=True, help="Only the ids, one per line.")
 @json_option
 def command(
-    *, provider: str | None, tags: tuple[str, ...], everything: bool, quiet: bool, as_json: bool
+    *,
+    provider: str | None,
+    tags: tuple[str, ...],
+    everything: bool,
+    limit: int,
+    quiet: bool,
+    as_json: bool,
 ) -> None:
     """List sandboxes: state, owner, age, expiry.
 
@@ -24,7 +36,7 @@ def command(
     from lowtide.cli.listing import rows
     from lowtide.cli.text import age, print_json, print_table, until
 
-    found = rows(provider=provider, tags=tags, everything=everything)
+    found = rows(provider=provider, tags=tags, ended=limit if everything else 0)
     if as_json:
         print_json([row.as_dict() for row in found])
     elif quiet:

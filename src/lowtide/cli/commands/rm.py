@@ -32,9 +32,7 @@ def command(
     if tags:
         from lowtide.cli.listing import rows
 
-        named += [
-            row.id for row in rows(provider=provider, tags=tags, everything=False) if row.id not in named
-        ]
+        named += [row.id for row in rows(provider=provider, tags=tags) if row.id not in named]
     elif not named:
         raise click.UsageError(
             "say which: ID… or --tag T; `lowtide ls` lists them", click.get_current_context()
