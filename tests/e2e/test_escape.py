@@ -47,4 +47,9 @@ def test_it_holds_for_an_ordinary_user() -> None:
     lines = done.stdout.splitlines()
     assert [line for line in lines if line.startswith("GOT OUT")] == [], done.stderr[-4000:]
     assert done.returncode == 0, done.stderr[-4000:]
-    assert len([line for line in lines if line.startswith("held")]) > 30
+    assert len([line for line in lines if line.startswith("held")]) > 60
+
+
+def test_there_are_at_least_sixty() -> None:
+    assert len(everything()) >= 60
+    assert len({one.name for one in everything()}) == len(everything())

@@ -10,6 +10,8 @@ import tempfile
 import traceback
 from pathlib import Path
 
+from benchmarks import state
+
 from tests.escape.attempt import PROVIDERS, Attempt, LeftOut, Target, everything
 
 ROOT = Path(__file__).parents[2]
@@ -28,8 +30,9 @@ def main() -> int:
             print(f"{one.name}: {one.about} ({', '.join(one.providers)})")
         return 0
     out = 0
-    with tempfile.TemporaryDirectory(prefix="escape-", dir="/tmp") as home:
-        os.environ.setdefault("LOWTIDE_HOME", f"{home}/state")
+    home = Path(tempfile.mkdtemp(prefix="escape-", dir="/tmp"))
+    os.environ.setdefault("LOWTIDE_HOME", str(home))
+    try:
         for provider in arguments.provider or PROVIDERS:
             missing = why_not(provider)
             if missing is not None:
@@ -40,6 +43,8 @@ def main() -> int:
             )
             with Target(provider, image) as target:
                 out += sum(say(one, target) for one in attempts if provider in one.providers)
+    finally:
+        state.end(home)
     if arguments.as_user and os.geteuid() == 0:
         out += as_ordinary_user(arguments.only)
     print(f"{out} got out" if out else "all held", flush=True)

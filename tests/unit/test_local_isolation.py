@@ -183,7 +183,7 @@ async def test_no_open_file_of_this_process_gets_in(tmp_path: Path) -> None:
     secret = os.open(tmp_path, os.O_RDONLY)
     os.set_inheritable(secret, True)
     provider = LocalProvider.connect({"LOWTIDE_HOME": str(tmp_path / "home")})
-    made = await provider.create(spec())
+    made = await provider.create(spec(command=("sleep", "1000")))
     try:
         for process in ("self", "2"):
             _, out, _ = await run(provider, made.sandbox_id, "ls", "-l", f"/proc/{process}/fd")
@@ -298,7 +298,7 @@ async def main():
     await provider.write_file(box, "/root/f", chunks(b"data"))
     assert await read(provider, box, "/root/f") == b"data"
     _, status, _ = await run(provider, box, "cat", "/proc/self/status")
-    _, first, _ = await run(provider, box, "cat", "/proc/2/status")
+    _, first, _ = await run(provider, box, "cat", "/proc/1/status")
     keys = ("Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp")
     pick = lambda text: [line for line in text.splitlines() if line.startswith(keys)]
     assert pick(status) == pick(first), (status, first)

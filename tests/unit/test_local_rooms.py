@@ -78,7 +78,7 @@ async def test_the_next_one_alike_moves_in(provider: LocalProvider) -> None:
 
 
 async def test_it_is_like_one_made_anew(provider: LocalProvider) -> None:
-    script = "cat /proc/self/status /proc/2/status | grep -E '^(Uid|Gid|Groups|Cap|NoNewPrivs|Seccomp)'; env; ls /proc/self/fd"
+    script = "cat /proc/self/status /proc/1/status | grep -E '^(Uid|Gid|Groups|Cap|NoNewPrivs|Seccomp)'; env; ls /proc/self/fd"
     first = await provider.create(spec())
     anew = await shell(provider, first.sandbox_id, script)
     await room_of(provider)

@@ -87,14 +87,14 @@ def arguments(
     read_only: Sequence[str],
     environment: Mapping[str, str],
     hostname: str,
-    working_dir: str,
     network: bool,
     hidden: Sequence[str] = (),
     translate: Callable[[str], str],
 ) -> list[str]:
     """Everything but the command. Goes to bwrap through a descriptor: values never show in a process list."""
     args = ["--userns", _NAMESPACE, "--info-fd", _INFO, "--json-status-fd", _STATUS]
-    args += ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup"]
+    # Process 1 is our own program and not bwrap's, which would be a file of this machine's user.
+    args += ["--as-pid-1", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup"]
     if not network:
         args.append("--unshare-net")
     args += ["--die-with-parent", "--cap-drop", "ALL", "--hostname", hostname, "--seccomp", _SECCOMP]
@@ -122,5 +122,5 @@ def arguments(
     args.append("--clearenv")
     for key, value in environment.items():
         args += ["--setenv", key, value]
-    args += ["--dir", working_dir, "--chdir", working_dir, "--argv0", "lowtide"]
+    args += ["--argv0", "lowtide"]
     return args

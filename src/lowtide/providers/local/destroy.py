@@ -273,7 +273,7 @@ def _children(pid: int) -> list[int]:
 
 
 def main_process(inner: int) -> int | None:
-    """The main process: number 2 in the sandbox, a child of its process 1."""
+    """The main command: number 2 in the sandbox, a child of its process 1."""
     for child in _children(inner):
         with contextlib.suppress(OSError), open(f"/proc/{child}/status", "rb") as file:
             for line in file:
@@ -288,13 +288,13 @@ def _ask_to_end(inner: ProcessMark, grace_seconds: float, *, only_main: bool) ->
     if not only_main and _idle(inner.pid):
         return
     deadline = time.monotonic() + grace_seconds
-    main = main_process(inner.pid)
+    main = main_process(inner.pid) if only_main else None
     told: set[int] = set()
     while True:
         if only_main:
             waiting = [main] if main is not None and start_time(main) is not None else []
         else:
-            waiting = [pid for pid in members(inner.pid) if pid not in (inner.pid, main)]
+            waiting = [pid for pid in members(inner.pid) if pid != inner.pid]
         if not waiting or time.monotonic() >= deadline:
             return
         for pid in waiting:
@@ -307,12 +307,12 @@ def _ask_to_end(inner: ProcessMark, grace_seconds: float, *, only_main: bool) ->
 
 
 def _idle(inner: int) -> bool:
-    """Whether its own /proc shows nothing but process 1 and the main one. No is also: it cannot be read."""
+    """Whether its own /proc shows nothing but process 1. No is also: it cannot be read."""
     try:
         names = os.listdir(f"/proc/{inner}/root/proc")
     except OSError:
         return False
-    return {name for name in names if name.isdigit()} == {"1", "2"}
+    return {name for name in names if name.isdigit()} == {"1"}
 
 
 def members(inner: int) -> list[int]:

@@ -51,10 +51,10 @@ def doctor(environ: Mapping[str, str] | None = None) -> list[Check]:
 
 
 def _machine() -> Check:
-    from lowtide.providers.local import idle, seccomp
+    from lowtide.providers.local import first, seccomp
 
     machine = os.uname().machine
-    ok = sys.platform == "linux" and seccomp.supported() and idle.program() is not None
+    ok = sys.platform == "linux" and seccomp.supported() and first.program() is not None
     return Check(
         name="machine",
         ok=ok,

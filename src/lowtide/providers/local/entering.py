@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.providers.base import STDERR, STDOUT, NetworkMode, ProcessSpec
-from lowtide.providers.local import destroy
 from lowtide.providers.local.pausing import paused
 from lowtide.providers.local.place import Place, ProcessMark
 from lowtide.providers.local.process import LocalProcess, gone
@@ -20,6 +19,7 @@ from lowtide.providers.local.workshop import Workshop
 
 _MARKER = "LOWTIDE_PROCESS"
 _PORTER_SECONDS = 3.0
+_KEPT = b"+"  # as the spawner marks the sandbox's environment
 # Namespaces to join: user, pid, mount, ipc, uts, cgroup; and the network where it is the sandbox's own.
 _NAMESPACES, _FILE_NAMESPACES, _NETWORK = 0x3E020000, 0x10020000, 0x40000000
 
@@ -86,17 +86,17 @@ class Entrance:
         spec = place.spec()
         if spec is None:
             raise gone(sandbox_id, f"there is no sandbox {sandbox_id} any more", reason="deleted")
-        _, inner = place.processes()
-        if inner is None or not place.alive(spec):
+        outer, inner = place.processes()
+        if outer is None or inner is None or not place.alive(spec):
             info = place.info()
             raise gone(sandbox_id, f"the sandbox has ended: {info.reason if info else 'deleted'}")
-        main = destroy.main_process(inner.pid)
         environment = {}
+        # Of the outer bwrap, which nothing in the sandbox can reach or make larger.
         with contextlib.suppress(OSError):
-            for item in Path(f"/proc/{main}/environ").read_bytes().split(b"\0"):
+            for item in Path(f"/proc/{outer.pid}/environ").read_bytes().split(b"\0"):
                 key, equals, value = item.partition(b"=")
-                if equals:
-                    environment[os.fsdecode(key)] = os.fsdecode(value)
+                if equals and key.startswith(_KEPT):
+                    environment[os.fsdecode(key.removeprefix(_KEPT))] = os.fsdecode(value)
         return Known(
             inner=inner,
             environment=environment,
@@ -177,7 +177,6 @@ class Entrance:
             key=key,
             mark=mark,
             inner=known.inner,
-            flags=known.flags,
             sandbox_id=sandbox_id,
             streams=streams,
             stdin=stdin,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from lowtide.errors import SandboxFailedError
 from lowtide.providers.base import Limits, NetworkMode, SandboxInfo, SandboxSpec, SandboxState
@@ -140,7 +140,8 @@ class Launch:
             for name in _trees(self.foundation):
                 self._own_dir(f"{place.path}/{name}")
             if self.network:
-                self._own_dir(f"{place.path}/root/etc")
+                with contextlib.suppress(FileExistsError):
+                    self._own_dir(f"{place.path}/root/etc")
                 with contextlib.suppress(OSError), open(f"{place.path}/root/etc/resolv.conf", "wb") as file:
                     file.write(Path("/etc/resolv.conf").read_bytes())
         if self.workshop.owner is not None:
@@ -218,9 +219,9 @@ class Launch:
             )
         environment = self.environment
         nproc = str(self.workshop.nproc(spec.limits.pids))
-        command = ["wait" if waiting else "idle", nproc]
+        command = ["wait" if waiting else "idle", nproc, self.working_dir]
         if spec.command:
-            command = ["run", nproc, environment["PATH"], *spec.command]
+            command = ["run", nproc, self.working_dir, environment["PATH"], *spec.command]
         assert self.workshop.bwrap is not None
         return {
             "op": "create",
@@ -231,13 +232,13 @@ class Launch:
                 read_only=foundation.read_only,
                 environment=environment,
                 hostname=place.sandbox_id[-12:].strip("-._") or "sandbox",
-                working_dir=self.working_dir,
                 network=self.network,
                 # The kernel shows key names by user id, and an ordinary user's sandbox has the user's.
                 hidden=("/proc/keys", "/proc/key-users") if self.workshop.owner is None else (),
                 translate=translate,
             ),
             "command": command,
+            "environment": environment,
             "cgroups": [f"{group.path}/cgroup.procs" for group in self.groups],
             "lifetime": spec.lifetime_seconds,
             "disk": disk.request(place.path, translate, _trees(foundation))
@@ -272,7 +273,25 @@ class Launch:
 
 
 def _trees(foundation: Foundation) -> list[str]:
-    return ["root", "work", "usr", "usrwork"] if foundation.usr is not None else ["root", "work"]
+    """The directories of its upper layers, parents first."""
+    trees = ["root", "work", "usr", "usrwork"] if foundation.usr is not None else ["root", "work"]
+    return trees + [f"root{path}" for path in _mount_points(foundation)]
+
+
+def _mount_points(foundation: Foundation) -> list[str]:
+    """Where something is mounted: made by us in the upper layer, on layers that somebody else has written.
+
+    bubblewrap looks for these places while the old root is still there. A link in a layer below would lead it
+    out; a directory above it hides the link.
+    """
+    if foundation.record == {"base": "host"}:
+        return []
+    wanted: dict[str, None] = {}
+    for path in ("/dev", "/proc", *(("/usr",) if foundation.usr is not None else ()), *foundation.read_only):
+        wanted.update(dict.fromkeys(str(parent) for parent in reversed(PurePath(path).parents)))
+        wanted[path] = None
+    wanted.pop("/")
+    return list(wanted)
 
 
 async def _first_words(fd: int, *, until_end: bool) -> bytes:

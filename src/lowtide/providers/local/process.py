@@ -31,14 +31,13 @@ class LocalProcess:
         key: int,
         mark: str,
         inner: ProcessMark,
-        flags: int,
         sandbox_id: str,
         streams: dict[int, int],
         stdin: int | None,
     ) -> None:
         self._client, self._reply, self._key, self._mark = client, reply, key, mark
         self._starter = starter  # whose child it is
-        self._inner, self._flags, self._sandbox_id = inner, flags, sandbox_id
+        self._inner, self._sandbox_id = inner, sandbox_id
         self._streams = streams  # descriptor -> STDOUT or STDERR
         self._stdin = stdin
         self._tty = False
@@ -227,7 +226,6 @@ class LocalProcess:
                 "op": "terminate",
                 "mark": self._mark,
                 "grace": grace_seconds,
-                "flags": self._flags,
             }
             with await self._client.request(message, [pidfd]) as reply:
                 await reply.next()

@@ -27,7 +27,7 @@ from lowtide.providers.base import (
     nothing_sent,
 )
 from lowtide.providers.images.store import ImageStore
-from lowtide.providers.local import destroy, files, idle, pausing, rooms, seccomp, vacant
+from lowtide.providers.local import destroy, files, first, pausing, rooms, seccomp, vacant
 from lowtide.providers.local.entering import Entrance, Known
 from lowtide.providers.local.launch import Launch
 from lowtide.providers.local.place import Place, ProcessMark, places, valid_id
@@ -113,7 +113,7 @@ class LocalProvider:
         with nothing_sent():
             place = self._place(spec.lease_id)
             _check_network(spec)
-            if not seccomp.supported() or idle.program() is None:
+            if not seccomp.supported() or first.program() is None:
                 raise UnsupportedError(
                     f"the local provider does not know this machine's architecture ({os.uname().machine})",
                     provider="local",

@@ -12,7 +12,7 @@ from lowtide.errors import SandboxFailedError, SandboxUnavailableError
 from lowtide.providers.base import SandboxSpec
 from lowtide.providers.images.bounds import Bounds
 from lowtide.providers.images.store import ImageStore
-from lowtide.providers.local import bwrap, container_image, destroy, idle, layers, seccomp
+from lowtide.providers.local import bwrap, container_image, destroy, first, layers, seccomp
 from lowtide.providers.local.foundation import Foundation
 from lowtide.providers.local.snapshots import SnapshotStore
 from lowtide.providers.local.spawner_client import SpawnerClient
@@ -54,7 +54,7 @@ class Workshop:
         if self.client is None:
             self.bwrap = bwrap.find({**os.environ, **self._environ})
             await asyncio.to_thread(self._prepare)
-            program = idle.program()
+            program = first.program()
             self.client = SpawnerClient(
                 {
                     "base": self.owner,

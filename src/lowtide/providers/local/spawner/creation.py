@@ -13,6 +13,7 @@ import socket
 import struct
 
 from .config import config
+from .inheritance import JOIN_SESSION_KEYRING
 from .kernel import NEWNS, NEWUSER, SYS_CLOSE_RANGE, SYS_KEYCTL, check, libc, put
 from .restrictions import default_signals, first_limits
 from .staging import write_maps
@@ -20,6 +21,7 @@ from .wire import Fds, Message, complain, receive
 
 # The descriptors bwrap and the sandbox's first process find open. The first process knows READY and SELF.
 INFO, NAMESPACE, SECCOMP, READY, SELF, STATUS, ARGS = 3, 4, 5, 6, 7, 8, 9
+KEPT = b"+"  # before the names of the sandbox's environment, as the outer bwrap holds it
 
 
 class Spare:
@@ -118,7 +120,7 @@ def become_bwrap(message: Message, stderr: int, info: int, namespace: int, ready
     if message["disk"]:
         mount_disk(message["disk"])
     os.setsid()
-    libc.syscall(SYS_KEYCTL, 1, None)  # a session keyring of its own: none of the caller's keys
+    libc.syscall(SYS_KEYCTL, JOIN_SESSION_KEYRING, None)  # of its own: none of another sandbox's keys
     first_limits()
     args = os.memfd_create("args", 0)
     os.write(args, joined(message["args"]))
@@ -152,7 +154,10 @@ def become_bwrap(message: Message, stderr: int, info: int, namespace: int, ready
         os.setresuid(config.base, config.base, config.base)
     os.chdir("/")
     argv = ["bwrap", "--args", str(ARGS), "--", f"/proc/self/fd/{SELF}", *message["command"]]
-    os.execve(message["bwrap"], [os.fsencode(a) for a in argv], {})  # noqa: S606
+    # For whoever attaches later: bwrap clears these and sets the real ones. The names are others, so that none of
+    # them means something to bwrap's own loader.
+    kept = {KEPT + os.fsencode(name): os.fsencode(value) for name, value in message["environment"].items()}
+    os.execve(message["bwrap"], [os.fsencode(a) for a in argv], kept)  # noqa: S606
 
 
 def joined(arguments: list[str]) -> bytes:

@@ -1,17 +1,26 @@
-"""Ending a command's whole process tree, from inside its process namespace."""
+"""Ending a command's whole process tree, from outside the sandbox.
+
+Nothing in there can see, stop or kill whoever does this. It looks through the sandbox's own /proc, whose
+directories are also what signals are sent to: a number that is used again is never the wrong process.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import signal
 import time
 
-from .restrictions import enter
 from .wire import Fds, Message, failure, send
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 MARKER = "LOWTIDE_PROCESS"
+LARGEST = 1 << 21  # of an environment that is looked through
 LOCKS = 10  # RLIMIT_LOCKS: nothing has looked at it for twenty years, and every descendant inherits it
 
 
@@ -27,21 +36,13 @@ def wear(mark: str) -> None:
 
 
 def terminate_tree(message: Message, fds: Fds) -> int:
-    """Fork one that goes into the process namespace and ends what carries the mark, and its children.
-
-    It keeps the capabilities of the sandbox's own user namespace, because a process may have made
-    itself unreadable; it runs nothing of the sandbox.
-    """
+    """Fork one that ends what carries the mark, and its children. It runs nothing of the sandbox."""
     pid = os.fork()
     if pid:
         return pid
     try:
-        enter(fds[1], [], message["flags"])
-        inside = os.fork()
-        if inside == 0:
-            end_tree(message["mark"], message["grace"])
-            os._exit(0)
-        os.waitpid(inside, 0)
+        processes = open_processes(fds[1])
+        end_tree(processes, message["mark"], message["grace"])
         send(fds[0], {"ok": True})
     except BaseException as error:
         failure(fds[0], error)
@@ -49,48 +50,57 @@ def terminate_tree(message: Message, fds: Fds) -> int:
         os._exit(0)
 
 
-def end_tree(mark: str, grace: float) -> None:
+def open_processes(pidfd: int) -> int:
+    """The /proc of the sandbox whose process 1 this is."""
+    with open(f"/proc/self/fdinfo/{pidfd}", "rb", buffering=0) as file:
+        number = next(int(line[4:]) for line in file.read(4096).splitlines() if line.startswith(b"Pid:"))
+    if number <= 0:
+        raise ProcessLookupError(errno.ESRCH, "the sandbox is gone")
+    processes = os.open(f"/proc/{number}/root/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    signal.pidfd_send_signal(pidfd, 0)  # it was this one that was opened, and no later one of its number
+    return processes
+
+
+def end_tree(processes: int, mark: str, grace: float) -> None:
     deadline = time.monotonic() + grace
     known: set[tuple[int, bytes]] = set()
     told: set[tuple[int, bytes]] = set()
     last = time.monotonic() + grace + 30
     while time.monotonic() < last:
-        known = marked(mark, known)
+        known = marked(processes, mark, known)
         if not known:
             return
         late = time.monotonic() >= deadline
         for process in known:
             if late or process not in told:
                 told.add(process)
-                try:
-                    os.kill(process[0], signal.SIGKILL if late else signal.SIGTERM)
-                    if not late:
-                        os.kill(process[0], signal.SIGCONT)
-                except ProcessLookupError:
-                    pass
+                tell(processes, process, (signal.SIGKILL,) if late else (signal.SIGTERM, signal.SIGCONT))
         time.sleep(0.005 if late else 0.01)
 
 
-def marked(mark: str, known: set[tuple[int, bytes]]) -> set[tuple[int, bytes]]:
-    """Live processes that carry the mark or descend from one that does or did."""
-    own = str(os.getpid())
+def tell(processes: int, process: tuple[int, bytes], signals: tuple[signal.Signals, ...]) -> None:
+    """Its directory is one process for ever, whoever gets the number."""
+    with contextlib.suppress(OSError), opened(processes, process[0]) as folder:
+        fields = stat_fields(folder)
+        if fields and fields[19] == process[1]:
+            for number in signals:
+                signal.pidfd_send_signal(folder, number)
+
+
+def marked(processes: int, mark: str, known: set[tuple[int, bytes]]) -> set[tuple[int, bytes]]:
+    """Live processes that carry the mark or descend from one that does or did: number and start."""
     living: dict[int, tuple[int, bytes]] = {}
-    for name in os.listdir("/proc"):
-        if not name.isdigit() or name == own:
+    found: set[int] = set()
+    for name in os.listdir(processes):
+        if not name.isdigit() or name == "1":
             continue
-        try:
-            with open(f"/proc/{name}/stat", "rb", buffering=0) as file:
-                fields = file.read(4096).rpartition(b")")[2].split()
-        except OSError:
-            continue
-        if fields and fields[0] not in b"ZX":
-            living[int(name)] = (int(fields[1]), fields[19])
-    found = {pid for pid, (_, start) in living.items() if (pid, start) in known}
-    for pid in living:
-        if pid in found or pid == 1:
-            continue
-        if wears(pid, mark):
-            found.add(pid)
+        pid = int(name)
+        with contextlib.suppress(OSError), opened(processes, pid) as folder:
+            fields = stat_fields(folder)
+            if fields and fields[0] not in b"ZX":
+                living[pid] = (int(fields[1]), fields[19])
+                if (pid, fields[19]) in known or wears(folder, mark):
+                    found.add(pid)
     grown = True
     while grown:
         grown = False
@@ -101,13 +111,34 @@ def marked(mark: str, known: set[tuple[int, bytes]]) -> set[tuple[int, bytes]]:
     return {(pid, living[pid][1]) for pid in found}
 
 
-def wears(pid: int, mark: str) -> bool:
+@contextlib.contextmanager
+def opened(processes: int, pid: int) -> Iterator[int]:
+    folder = os.open(str(pid), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=processes)
     try:
-        with open(f"/proc/{pid}/limits", "rb", buffering=0) as file:
-            for line in file.read(8192).splitlines():
-                if line.startswith(b"Max file locks") and line.split()[3] == b"%d" % tag(mark):
-                    return True
-        with open(f"/proc/{pid}/environ", "rb", buffering=0) as file:
-            return f"{MARKER}={mark}".encode() in file.read(1 << 21).split(b"\0")
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def stat_fields(folder: int) -> list[bytes]:
+    return small(folder, "stat", 4096).rpartition(b")")[2].split()
+
+
+def wears(folder: int, mark: str) -> bool:
+    for line in small(folder, "limits", 8192).splitlines():
+        if line.startswith(b"Max file locks") and line.split()[3] == b"%d" % tag(mark):
+            return True
+    return f"{MARKER}={mark}".encode() in small(folder, "environ", LARGEST).split(b"\0")
+
+
+def small(folder: int, name: str, size: int) -> bytes:
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
     except OSError:
-        return False
+        return b""
+    try:
+        return os.read(fd, size)
+    except OSError:
+        return b""
+    finally:
+        os.close(fd)

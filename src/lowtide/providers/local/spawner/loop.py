@@ -10,6 +10,7 @@ import signal
 import socket
 import struct
 
+from . import inheritance
 from .calls import call_inside
 from .commands import start_process, start_process_as_root
 from .config import config
@@ -164,6 +165,7 @@ def main(fd: int) -> None:
     os.closerange(3, control.fileno())
     libc.syscall(SYS_CLOSE_RANGE, control.fileno() + 1, 0x7FFFFFFF, 0)
     os.set_inheritable(control.fileno(), False)
+    inheritance.lay_down()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     os.setsid()

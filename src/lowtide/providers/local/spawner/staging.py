@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -28,7 +29,8 @@ from .wire import Fds, Message
 def configure(message: Message, fds: Fds) -> Message:
     config.base, config.count = message["base"], message["count"]
     config.seccomp = bytes.fromhex(message["seccomp"])
-    config.elf_fd = sealed("lowtide", bytes.fromhex(message["elf"]))
+    # To be executed and not to be read: what runs from it cannot be looked into, by nobody beside it.
+    config.elf_fd = sealed("lowtide", bytes.fromhex(message["elf"]), 0o111)
     config.seccomp_fd = sealed("seccomp", config.seccomp)
     buffer = ctypes.create_string_buffer(config.seccomp, len(config.seccomp))
     config.program = ctypes.create_string_buffer(
@@ -36,21 +38,48 @@ def configure(message: Message, fds: Fds) -> Message:
     )
     config.program.keep = buffer  # type: ignore[attr-defined]
     if config.base is None:
-        return {"staged": {}, "idmapped": False}
+        return {"staged": stage_as_user(message["home"], message["points"]), "idmapped": False}
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # and so its children, until they have executed
     config.own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     return stage(message["home"], message["trees"], message["points"])
 
 
-def sealed(name: str, data: bytes) -> int:
+def sealed(name: str, data: bytes, mode: int = 0o444) -> int:
     """A memory file nobody can change any more, whoever gets hold of it."""
     try:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | 0x10)  # MFD_EXEC
     except OSError:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.write(fd, data)
-    fcntl.fcntl(fd, 1033, 0xF)  # F_ADD_SEALS: seal, shrink, grow, write
+    os.fchmod(fd, mode)
+    for seals in (
+        0x2F,
+        0xF,
+    ):  # F_ADD_SEALS: seal, shrink, grow, write; and executable or not, since Linux 6.3
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(fd, 1033, seals)
+            break
     return fd
+
+
+def stage_as_user(home: str, points: list[str]) -> dict[str, str]:
+    """As an ordinary user: a user namespace of the spawner's own, where the state directory has another name.
+
+    The list of mounts in a sandbox shows the names of its layers. Without namespaces to be had it is left as it
+    is: the first create says what is wrong.
+    """
+    user, group = os.geteuid(), os.getegid()
+    if libc.unshare(NEWUSER | NEWNS) < 0:
+        return {}
+    put("/proc/self/setgroups", b"deny")
+    put("/proc/self/uid_map", b"0 %d 1" % user)
+    put("/proc/self/gid_map", b"0 %d 1" % group)
+    check(libc.mount(None, b"/", None, 0x4000 | 0x80000, None), "make / a slave")
+    point = next((p for p in points if os.path.isdir(p) and not os.path.islink(p)), None)
+    if point is None or home.startswith(point + "/"):
+        return {}
+    check(libc.mount(b"lowtide", point.encode(), b"tmpfs", 0x2 | 0x4, b"mode=0755,size=1m"), "mount tmpfs")
+    return {home: graft(home, f"{point}/home", None, writable=True)}
 
 
 def stage(home: str, trees: list[str], points: list[str]) -> Message:

@@ -1,0 +1,53 @@
+"""What a process gets from the one that started it and no sandbox shall have: priorities, signals, limits, keys.
+
+The spawner lays all of it down once, at its start. Everything in its sandboxes descends from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+
+from .kernel import MACHINE, SYS_KEYCTL, libc, put
+
+SYS_IOPRIO_SET = 251 if MACHINE == "x86_64" else 30
+PR_SET_TIMERSLACK = 29
+JOIN_SESSION_KEYRING = 1
+STACK_BYTES = 8 << 20
+_NICE, _REALTIME_PRIORITY = 13, 14  # RLIMIT_NICE and RLIMIT_RTPRIO, which Python does not name everywhere
+
+
+def lay_down() -> None:
+    """Where the kernel does not let this user (a nice value cannot be taken back), it stays as it is."""
+    os.chdir("/")
+    os.umask(0o022)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        with contextlib.suppress(OSError, ValueError):
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
+    libc.syscall(SYS_IOPRIO_SET, 1, 0, 0)
+    libc.prctl(PR_SET_TIMERSLACK, 0, 0, 0, 0)
+    libc.personality(0)
+    libc.syscall(SYS_KEYCTL, JOIN_SESSION_KEYRING, None)
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/oom_score_adj") as file:
+        if int(file.read()) < 0:
+            put("/proc/self/oom_score_adj", b"0")
+    _limits()
+
+
+def _limits() -> None:
+    for name in (resource.RLIMIT_CPU, resource.RLIMIT_FSIZE, resource.RLIMIT_DATA, resource.RLIMIT_AS):
+        hard = resource.getrlimit(name)[1]
+        resource.setrlimit(name, (hard, hard))
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    soft = STACK_BYTES if hard == resource.RLIM_INFINITY else min(hard, STACK_BYTES)
+    resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))
+    for name in (_NICE, _REALTIME_PRIORITY):
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(name, (0, 0))
