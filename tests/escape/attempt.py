@@ -20,7 +20,7 @@ from lowtide import Sandbox
 
 ANSWER_SECONDS = 120.0
 PROVIDERS = ("local", "docker", "kubernetes")
-MODULES = ("process_one", "system_calls", "ways_out", "leaks", "lifetime")
+MODULES = ("process_one", "system_calls", "ways_out", "leaks", "beside_python", "lifetime")
 
 _list: list[Attempt] = []
 

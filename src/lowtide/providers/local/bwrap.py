@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from lowtide.errors import MissingDependencyError
+from lowtide.providers.local.python_trees import ReadOnlyTree
 
 OLDEST = (0, 11)  # overlay mounts
 # The descriptors the spawner leaves open for bwrap.
@@ -84,7 +85,7 @@ def _version(path: str) -> tuple[int, ...]:
 def arguments(
     *,
     overlays: Sequence[Overlay],
-    read_only: Sequence[str],
+    read_only: Sequence[ReadOnlyTree],
     environment: Mapping[str, str],
     hostname: str,
     network: bool,
@@ -102,8 +103,9 @@ def arguments(
         for lower in overlay.lowers:
             args += ["--overlay-src", translate(lower)]
         args += ["--overlay", translate(overlay.upper), translate(overlay.work), overlay.at]
-    for path in read_only:
-        args += ["--ro-bind", translate(path), path]
+    for tree in read_only:
+        args += ["--overlay-src", translate(tree.path), "--overlay-src", translate(tree.mask)]
+        args += ["--ro-overlay", tree.path]
     args += [
         "--dev",
         "/dev",

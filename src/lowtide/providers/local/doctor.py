@@ -161,13 +161,16 @@ def _try_idmap() -> str:
 
 
 def _python() -> Check:
-    from lowtide.providers.local import layers
+    from lowtide.providers.local import python_trees
 
-    prefixes = layers.python_prefixes()
-    where = ", ".join(prefixes) if prefixes else "in /usr"
-    return Check(
-        name="python", ok=True, why=f"{sys.version.split()[0]}, visible read-only in sandboxes: {where}"
-    )
+    version, prefixes, trees = sys.version.split()[0], python_trees.prefixes(), python_trees.trees()
+    hidden = [prefix for prefix in prefixes if f"{prefix}/lib" not in trees]
+    if hidden:
+        why = f"{version} at {', '.join(hidden)} is not seen in sandboxes: only its owner may read it"
+        fix = f"chmod -R go+rX {' '.join(hidden)}"
+        return Check(name="python", ok=False, why=why, fix=fix, needed=False)
+    where = ", ".join(trees) if trees else "in /usr"
+    return Check(name="python", ok=True, why=f"{version}, visible read-only in sandboxes: {where}")
 
 
 def _controller(name: str) -> Check:

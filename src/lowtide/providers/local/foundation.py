@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lowtide.providers.local.python_trees import ReadOnlyTree
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foundation:
@@ -13,8 +15,8 @@ class Foundation:
 
     root: tuple[str, ...]
     usr: tuple[str, ...] | None = None
-    read_only: tuple[str, ...] = ()
-    """Host trees bound at the same path."""
+    read_only: tuple[ReadOnlyTree, ...] = ()
+    """Trees of this machine that are seen inside, at the same path."""
     foreign: tuple[str, ...] = ()
     """Host trees among the layers whose owner is not the sandbox's range of ids."""
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -287,7 +287,12 @@ def _mount_points(foundation: Foundation) -> list[str]:
     if foundation.record == {"base": "host"}:
         return []
     wanted: dict[str, None] = {}
-    for path in ("/dev", "/proc", *(("/usr",) if foundation.usr is not None else ()), *foundation.read_only):
+    for path in (
+        "/dev",
+        "/proc",
+        *(("/usr",) if foundation.usr is not None else ()),
+        *(tree.path for tree in foundation.read_only),
+    ):
         wanted.update(dict.fromkeys(str(parent) for parent in reversed(PurePath(path).parents)))
         wanted[path] = None
     wanted.pop("/")

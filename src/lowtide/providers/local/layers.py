@@ -7,12 +7,13 @@ import hashlib
 import os
 import shutil
 import stat
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_FORMAT = 4  # part of the fingerprint: raise it when what is built below changes
+from lowtide.providers.local import python_trees
+
+_FORMAT = 5  # part of the fingerprint: raise it when what is built below changes
 
 _DIRECTORIES = (
     "dev", "etc", "home", "media", "mnt", "opt", "proc", "root", "run", "srv", "sys", "usr", "var", "var/cache",
@@ -55,48 +56,32 @@ _USR_DIRECTORIES = (
 class Skeleton:
     root: str
     usr: str
-    python: tuple[str, ...]
-    """Prefixes of the Python that runs lowtide, outside /usr: bound read-only at the same path."""
-
-
-def python_prefixes() -> tuple[str, ...]:
-    found: list[str] = []
-    for prefix in (sys.base_prefix, sys.prefix, os.path.realpath(sys.base_prefix)):
-        inside = any(prefix == known or prefix.startswith(known + "/") for known in found)
-        if prefix not in ("/", "") and not prefix.startswith("/usr/") and prefix != "/usr" and not inside:
-            found.append(prefix)
-    return tuple(found)
-
-
-def search_path(prefixes: tuple[str, ...]) -> str:
-    bins = [sys.prefix + "/bin", sys.base_prefix + "/bin"] if prefixes else []
-    usual = ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"]
-    return ":".join(dict.fromkeys([b for b in bins if not b.startswith("/usr/")] + usual))
 
 
 def skeleton(base_directory: Path, owner: int | None) -> Skeleton:
     """Built once for this machine, this Python and this owner; found by its fingerprint afterwards."""
-    prefixes = python_prefixes()
-    place = base_directory / _fingerprint(prefixes, owner)
+    place = base_directory / _fingerprint(owner)
     if not place.is_dir():
-        _build_atomically(place, prefixes, owner)
-    return Skeleton(root=str(place / "root"), usr=str(place / "usr"), python=prefixes)
+        _build_atomically(place, owner)
+    return Skeleton(root=str(place / "root"), usr=str(place / "usr"))
 
 
-def _fingerprint(prefixes: tuple[str, ...], owner: int | None) -> str:
-    text = hashlib.sha256(repr((_FORMAT, prefixes, owner)).encode())
-    for name in ("etc/ld.so.cache", "etc/alternatives", "etc/os-release", "etc/ssl/certs", "etc/localtime"):
+def _fingerprint(owner: int | None) -> str:
+    text = hashlib.sha256(repr((_FORMAT, python_trees.prefixes(), python_trees.trees(), owner)).encode())
+    names = ["/etc/ld.so.cache", "/etc/alternatives", "/etc/os-release", "/etc/ssl/certs", "/etc/localtime"]
+    names += [f"{prefix}/pyvenv.cfg" for prefix in python_trees.prefixes()]
+    for name in names:
         with contextlib.suppress(OSError):
-            info = os.stat("/" + name)
+            info = os.stat(name)
             text.update(f"{name} {info.st_mtime_ns} {info.st_size}".encode())
     return text.hexdigest()[:16]
 
 
-def _build_atomically(place: Path, prefixes: tuple[str, ...], owner: int | None) -> None:
+def _build_atomically(place: Path, owner: int | None) -> None:
     place.parent.mkdir(mode=0o711, parents=True, exist_ok=True)
     draft = place.with_name(f".{place.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
-        _build(draft, prefixes)
+        _build(draft)
         if owner is not None:
             for path in _walk(draft):
                 os.chown(path, owner, owner, follow_symlinks=False)
@@ -110,7 +95,7 @@ def _build_atomically(place: Path, prefixes: tuple[str, ...], owner: int | None)
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _build(draft: Path, prefixes: tuple[str, ...]) -> None:
+def _build(draft: Path) -> None:
     root, usr = draft / "root", draft / "usr"
     draft.mkdir(mode=0o755)
     root.mkdir()
@@ -132,8 +117,7 @@ def _build(draft: Path, prefixes: tuple[str, ...]) -> None:
         (root / name).write_text(text)
     for name in _COPIED:
         _copy_public(Path("/") / name, root / name)
-    for prefix in prefixes:
-        (root / prefix.lstrip("/")).mkdir(parents=True, exist_ok=True)
+    _build_python(root)
     for name in _USR_DIRECTORIES:
         if name.startswith("local") or (os.path.isdir(f"/usr/{name}") and not os.path.islink(f"/usr/{name}")):
             (usr / name).mkdir(parents=True, exist_ok=True)
@@ -141,6 +125,17 @@ def _build(draft: Path, prefixes: tuple[str, ...]) -> None:
         if path.is_dir() and not path.is_symlink() and not path.stat().st_mode & stat.S_ISVTX:
             path.chmod(0o755)
     (root / "home/user").chmod(0o755)
+
+
+def _build_python(root: Path) -> None:
+    """Where Python's trees are mounted, and what lies beside them that it cannot do without."""
+    for path in (*python_trees.prefixes(), *python_trees.trees()):
+        (root / path.lstrip("/")).mkdir(parents=True, exist_ok=True)
+    for prefix in python_trees.prefixes():
+        inside = root / prefix.lstrip("/")
+        _copy_public(Path(prefix) / "pyvenv.cfg", inside / "pyvenv.cfg")
+        if os.path.islink(f"{prefix}/lib64") and os.readlink(f"{prefix}/lib64") == "lib":
+            (inside / "lib64").symlink_to("lib")
 
 
 def _copy_public(source: Path, target: Path) -> None:

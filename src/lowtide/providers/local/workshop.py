@@ -12,7 +12,7 @@ from lowtide.errors import SandboxFailedError, SandboxUnavailableError
 from lowtide.providers.base import SandboxSpec
 from lowtide.providers.images.bounds import Bounds
 from lowtide.providers.images.store import ImageStore
-from lowtide.providers.local import bwrap, container_image, destroy, first, layers, seccomp
+from lowtide.providers.local import bwrap, container_image, destroy, first, layers, python_trees, seccomp
 from lowtide.providers.local.foundation import Foundation
 from lowtide.providers.local.snapshots import SnapshotStore
 from lowtide.providers.local.spawner_client import SpawnerClient
@@ -35,6 +35,7 @@ class Workshop:
         self.bwrap: bwrap.Bwrap | None = None
         self.client: SpawnerClient | None = None
         self._skeleton: layers.Skeleton | None = None
+        self._masks: python_trees.Masks | None = None
         self._starting = asyncio.Lock()
         self.images = ImageStore(
             home / "images",
@@ -62,7 +63,8 @@ class Workshop:
                     "seccomp": seccomp.filter_bytes().hex(),
                     "elf": (program or b"").hex(),
                     "home": str(self.home),
-                    "trees": ["/usr", *layers.python_prefixes(), *self._bwrap_tree()],
+                    "trees": ["/usr", *self._bwrap_tree()],
+                    "readable_trees": python_trees.trees(),
                     "points": _STAGING_POINTS,
                 }
             )
@@ -72,8 +74,7 @@ class Workshop:
     def _bwrap_tree(self) -> list[str]:
         """Where bwrap and its libraries are, when the sandboxes' range of ids could not walk there."""
         path = self.bwrap.path if self.bwrap else ""
-        known = ["/usr", *layers.python_prefixes()]
-        if any(path.startswith(tree + "/") for tree in known):
+        if path.startswith("/usr/"):
             return []
         parts = Path(path).parents
         return [str(parts[2] if len(parts) > 3 and parts[0].name == "_bin" else parts[0])]
@@ -84,6 +85,7 @@ class Workshop:
             # Passable for the sandboxes' range of ids; the state directory above is closed to everybody else.
             path.mkdir(mode=0o711, exist_ok=True)
         self._skeleton = layers.skeleton(self.home / "base", self.owner)
+        self._masks = python_trees.Masks(self.home / "base" / "masks", self.owner)
         destroy.sweep_trash(self.home / "trash")
 
     async def foundation(self, spec: SandboxSpec) -> Foundation:
@@ -105,8 +107,8 @@ class Workshop:
         return Foundation(
             root=(skeleton.root,),
             usr=("/usr", *owned),
-            read_only=skeleton.python,
-            environment={"PATH": layers.search_path(skeleton.python)},
+            read_only=self._masks.masked() if self._masks is not None else (),
+            environment={"PATH": python_trees.search_path()},
             record={"base": "host"},
         )
 

@@ -25,6 +25,12 @@ from .kernel import (
 )
 from .wire import Fds, Message
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NOBODYS_USER = 4_000_000_000  # owns no file: a map of users has to have a line
+
 
 def configure(message: Message, fds: Fds) -> Message:
     config.base, config.count = message["base"], message["count"]
@@ -41,7 +47,7 @@ def configure(message: Message, fds: Fds) -> Message:
         return {"staged": stage_as_user(message["home"], message["points"]), "idmapped": False}
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # and so its children, until they have executed
     config.own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
-    return stage(message["home"], message["trees"], message["points"])
+    return stage(message["home"], message["trees"], message["readable_trees"], message["points"])
 
 
 def sealed(name: str, data: bytes, mode: int = 0o444) -> int:
@@ -82,11 +88,12 @@ def stage_as_user(home: str, points: list[str]) -> dict[str, str]:
     return {home: graft(home, f"{point}/home", None, writable=True)}
 
 
-def stage(home: str, trees: list[str], points: list[str]) -> Message:
-    """As root: a private place where the sandboxes' range of ids sees the host's trees as its own.
+def stage(home: str, trees: list[str], readable: list[str], points: list[str]) -> Message:
+    """As root: a private place where the sandboxes' range of ids sees the host's trees.
 
-    The trees are cloned and id-mapped, so that their owner is the sandbox's root and can be copied
-    up; `home` is cloned as it is, because the range cannot walk through a closed home directory.
+    The trees are cloned and id-mapped, so that their owner is the sandbox's root and can be copied up; of the
+    readable ones only the groups are mapped, so that what only its owner may read is nobody's in there. `home` is
+    cloned as it is, because the range cannot walk through a closed home directory.
     """
     check(libc.unshare(NEWNS), "unshare")
     check(libc.mount(None, b"/", None, 0x4000 | 0x80000, None), "make / a slave")  # MS_REC | MS_SLAVE
@@ -97,8 +104,7 @@ def stage(home: str, trees: list[str], points: list[str]) -> Message:
     config.point = point
     staged = {home: graft(home, f"{point}/home", None, writable=True)}
     idmapped = True
-    pid, namespace = user_namespace()
-    try:
+    with user_namespace() as namespace:
         for number, tree in enumerate(trees):
             target = f"{point}/{number}"
             try:
@@ -106,23 +112,21 @@ def stage(home: str, trees: list[str], points: list[str]) -> Message:
             except OSError:
                 idmapped = False  # old kernel, or a filesystem that cannot: seen with foreign owners then
                 staged[tree] = graft(tree, target, None)
-    finally:
-        os.close(namespace)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+    with user_namespace(users=b"%d %d 1" % (NOBODYS_USER, config.base or 0)) as namespace:
+        for number, tree in enumerate(readable, len(trees)):
+            target = f"{point}/{number}"
+            try:
+                staged[tree] = graft(tree, target, namespace)
+            except OSError:
+                staged[tree] = graft(tree, target, None)
     return {"staged": staged, "idmapped": idmapped}
 
 
 def stage_more(tree: str) -> Message:
     """One more tree, asked for later: a root filesystem somebody named."""
     target = f"{config.point}/{len(os.listdir(config.point))}"
-    pid, namespace = user_namespace()
-    try:
+    with user_namespace() as namespace:
         return {"staged": graft(tree, target, namespace)}
-    finally:
-        os.close(namespace)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
 
 
 def graft(source: str, target: str, namespace: int | None, *, writable: bool = False) -> str:
@@ -144,8 +148,9 @@ def graft(source: str, target: str, namespace: int | None, *, writable: bool = F
     return target
 
 
-def user_namespace() -> tuple[int, int]:
-    """A process that only holds a user namespace with the sandboxes' map, and a descriptor of it."""
+@contextlib.contextmanager
+def user_namespace(users: bytes | None = None) -> Iterator[int]:
+    """A descriptor of a user namespace with the sandboxes' map, or with another one of users, for a while."""
     done_r, done_w = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -153,25 +158,25 @@ def user_namespace() -> tuple[int, int]:
         os.write(done_w, b"1" if ok else b"0")
         while True:
             signal.pause()
-    ok = os.read(done_r, 1) == b"1"
-    os.close(done_r)
-    os.close(done_w)
+    namespace = -1
     try:
-        if not ok:
+        if os.read(done_r, 1) != b"1":
             raise OSError(errno.EPERM, "user namespaces are not allowed")
-        write_maps(pid)
-        return pid, os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
-    except BaseException:
+        write_maps(pid, users)
+        namespace = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        yield namespace
+    finally:
+        for fd in (done_r, done_w, *((namespace,) if namespace >= 0 else ())):
+            os.close(fd)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        raise
 
 
-def write_maps(pid: int) -> None:
+def write_maps(pid: int, users: bytes | None = None) -> None:
     if config.base is None:
         put(f"/proc/{pid}/setgroups", b"deny")
         put(f"/proc/{pid}/uid_map", b"0 %d 1" % os.geteuid())
         put(f"/proc/{pid}/gid_map", b"0 %d 1" % os.getegid())
     else:
-        put(f"/proc/{pid}/uid_map", b"0 %d %d" % (config.base, config.count))
+        put(f"/proc/{pid}/uid_map", users or b"0 %d %d" % (config.base, config.count))
         put(f"/proc/{pid}/gid_map", b"0 %d %d" % (config.base, config.count))
