@@ -17,58 +17,7 @@ from lowtide.machine import home
 pytestmark = pytest.mark.usefixtures("healthy_host")
 
 
-# The kernel's doors.
-
-CALLS: list[tuple[object, ...]] = [
-    ("mount", b"none", b"/tmp", b"tmpfs", 0, 0),
-    ("mount", b"/", b"/tmp", b"", 4096, 0),  # bind
-    ("umount2", b"/proc", 2),
-    ("pivot_root", b"/", b"/tmp"),
-    ("chroot", b"/tmp"),
-    ("unshare", 0x10000000),  # user namespace
-    ("unshare", 0x00020000),  # mount namespace
-    ("unshare", 0x40000000),  # network namespace
-    ("setns", 0, 0),
-    ("clone", 0x10000000 | 17, 0, 0, 0, 0),
-    ("clone3", 0, 0),
-    ("ptrace", 0, 0, 0, 0),  # TRACEME
-    ("ptrace", 16, 1, 0, 0),  # ATTACH to pid 1
-    ("process_vm_readv", 1, 0, 0, 0, 0, 0),
-    ("process_vm_writev", 1, 0, 0, 0, 0, 0),
-    ("add_key", b"user", b"lowtide", b"x", 1, -3),
-    ("request_key", b"user", b"lowtide", 0, -3),
-    ("keyctl", 0, -3, 0),
-    ("bpf", 0, 0, 0),
-    ("perf_event_open", 0, 0, -1, -1, 0),
-    ("kexec_load", 0, 0, 0, 0),
-    ("init_module", 0, 0, b""),
-    ("finit_module", 0, b"", 0),
-    ("delete_module", b"ext4", 0),
-    ("reboot", 0, 0, 0, 0),
-    ("swapon", b"/tmp/x", 0),
-    ("swapoff", b"/tmp/x"),
-    ("userfaultfd", 0),
-    ("io_uring_setup", 1, 0),
-    ("open_by_handle_at", 0, 0, 0),
-    ("name_to_handle_at", 0, b"/", 0, 0, 0),
-    ("acct", b"/tmp/x"),
-    ("quotactl", 0, 0, 0, 0),
-    ("fsopen", b"tmpfs", 0),
-    ("fsmount", 0, 0, 0),
-    ("open_tree", -100, b"/", 1),
-    ("move_mount", 0, b"", 0, b"", 0),
-    ("mount_setattr", -100, b"/", 0, 0, 0),
-    ("syslog", 3, 0, 0),
-    ("sethostname", b"owned", 5),
-    ("settimeofday", 0, 0),
-    ("iopl", 3),
-    ("personality", 0x0400000),  # ADDR_NO_RANDOMIZE and friends
-]
-
-
-@pytest.mark.parametrize("call", CALLS, ids=[f"{n}-{call[0]}" for n, call in enumerate(CALLS)])
-def test_the_kernel_refuses(box: Sandbox, call: tuple[object, ...]) -> None:
-    assert refused(box, *call)
+# The kernel's doors. Each call is asked for in tests/escape and in tests/unit/test_local_seccomp.py.
 
 
 def test_the_kernel_refuses_the_same_to_another_user_inside(box: Sandbox) -> None:

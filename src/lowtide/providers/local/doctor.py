@@ -148,9 +148,7 @@ def _try_idmap() -> str:
         "    kernel.check(kernel.libc.unshare(kernel.NEWNS), 'unshare')\n"
         "    kernel.check(kernel.libc.mount(None, b'/', None, 0x4000 | 0x40000, None), 'make / private')\n"
         "    kernel.check(kernel.libc.mount(b'x', b'/mnt', b'tmpfs', 0, b'size=64k'), 'mount tmpfs')\n"
-        "    pid, namespace = staging.user_namespace()\n"
-        "    try: staging.graft('/usr', '/mnt/usr', namespace)\n"
-        "    finally: staging.os.kill(pid, 9)\n"
+        "    with staging.user_namespace() as namespace: staging.graft('/usr', '/mnt/usr', namespace)\n"
         "    print('ok')\n"
         "except OSError as error: print(error.strerror or error)\n"
     )

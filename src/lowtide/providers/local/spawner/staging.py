@@ -85,7 +85,9 @@ def stage_as_user(home: str, points: list[str]) -> dict[str, str]:
     if point is None or home.startswith(point + "/"):
         return {}
     check(libc.mount(b"lowtide", point.encode(), b"tmpfs", 0x2 | 0x4, b"mode=0755,size=1m"), "mount tmpfs")
-    return {home: graft(home, f"{point}/home", None, writable=True)}
+    with contextlib.suppress(OSError):  # something is mounted below it: its name is seen then
+        return {home: graft(home, f"{point}/home", None, writable=True)}
+    return {}
 
 
 def stage(home: str, trees: list[str], readable: list[str], points: list[str]) -> Message:
