@@ -1,8 +1,11 @@
 # Every target does its own set-up: a fresh Debian with Python 3.11, pip and make is enough.
-# Nothing is installed outside .venv. PYTHON=... chooses the interpreter, PYTEST_ARGS=... adds arguments.
+# Nothing is installed outside .venv. PYTHON=... chooses the interpreter, VENV=... another place for it, PYTEST_ARGS=...
+# adds arguments.
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench crash escape clean
+.PHONY: help demo test test-all check format bench crash escape clean
 MAKEFLAGS += --no-print-directory
+# Set on some machines, it has every one of the suite's thousands of fresh interpreters compile lowtide again.
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,13 +14,20 @@ PYTEST_ARGS ?=
 # Most tests wait for processes, engines and servers rather than for a processor.
 WORKERS ?= $(shell echo $$(( 2 * $$(nproc) )))
 
+# Where the newcomer's tests are: the others are not even collected, so their SDKs need not be imported.
+NEWCOMER := tests/unit tests/conformance/test_local.py tests/crash \
+	tests/emulators/test_daytona_quickstart.py tests/emulators/test_e2b_sdk.py
+
 help: ## show the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1	/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 10
 
 demo: $(VENV)/.runtime ## the two-minute tour: sandboxes, a kill -9, and nothing left
 	@$(BIN)/lowtide demo
 
-test: $(VENV)/.dev ## the test-suite
+test: $(VENV)/.test ## the newcomer's test-suite: no engine, no account, a few minutes
+	@LOWTIDE_CRASH_KILLS=4 $(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m newcomer $(PYTEST_ARGS) $(NEWCOMER)
+
+test-all: $(VENV)/.dev ## the whole test-suite; with engines (scripts/engines up) on them, too
 	@code=0; \
 	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not alone" $(PYTEST_ARGS) || code=$$?; \
 	$(BIN)/pytest -q -m alone $(PYTEST_ARGS) || code=$$?; \
@@ -45,7 +55,7 @@ escape: $(VENV)/.dev ## try to get out of a sandbox, in every way we know; one l
 	@$(BIN)/python -m tests.escape --as-user
 
 clean: ## remove the virtual environment and the caches
-	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	@rm -rf $(VENV) $(VENV)-3.* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 
 # --- set-up -------------------------------------------------------------------------------------
 # The stamps depend on pyproject.toml, so a changed dependency is installed by the next target.
@@ -54,9 +64,13 @@ $(VENV)/.runtime: pyproject.toml | $(BIN)/python
 	@$(call install,.)
 	@touch $@
 
+$(VENV)/.test: pyproject.toml | $(BIN)/python
+	@$(call install,.[test])
+	@touch $@ $(VENV)/.runtime
+
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	@$(call install,.[dev])
-	@touch $@ $(VENV)/.runtime
+	@touch $@ $(VENV)/.test $(VENV)/.runtime
 
 # Debian's python3 may come without ensurepip; pip can then still install into the environment from outside.
 install = echo "setting up $(VENV) with $(1) ..." && \

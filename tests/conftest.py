@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.testing.leaks import Leak, Watch
+from tests import newcomers, retries
 
 RUN = "LOWTIDE_TEST_RUN"  # the run's directory, handed by the controller to its workers
 PATIENCE_SECONDS = 45.0  # a guardian may still be ending what a killed test process left
@@ -26,6 +27,8 @@ def _is_worker(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    for rule in (newcomers, retries):
+        config.pluginmanager.register(rule)
     config.stash[_left] = []
     config.stash[_outer] = {name: os.environ.get(name) for name in (RUN, "LOWTIDE_HOME", "TMPDIR")}
     if _is_worker(config):
@@ -64,10 +67,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if again := terminalreporter.stats.get("rerun", []):
-        terminalreporter.section("why they were tried again")
-        for report in again:
-            terminalreporter.write_line(f"{report.nodeid} ({report.when}):\n{report.longreprtext}\n")
     left = config.stash[_left]
     if left:
         terminalreporter.section("left behind by the suite", red=True)

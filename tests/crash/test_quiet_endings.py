@@ -9,10 +9,20 @@ from __future__ import annotations
 import re
 import signal
 import textwrap
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import pytest
 
 from tests.crash.world import ACTOR, Actor, World
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def on_every_python(test: F) -> F:
+    """A Python that takes something else away has to show it to whoever runs `make test` on it."""
+    return pytest.mark.local(pytest.mark.newcomer(test))
+
 
 QUIET = {
     "return after a stop": """
@@ -115,13 +125,13 @@ FAILING = {
 }
 
 
-@pytest.mark.local
+@on_every_python
 @pytest.mark.parametrize("ending", QUIET)
 def test_a_return_says_nothing(world: World, ending: str) -> None:
     ends_quietly(world, QUIET[ending])
 
 
-@pytest.mark.local
+@on_every_python
 def test_what_has_to_be_asked_to_end_is_asked_all_at_once(world: World) -> None:
     """Twelve that take two seconds each would not fit into ten one after the other: the exit has its threads."""
     program = """
@@ -134,7 +144,7 @@ def test_what_has_to_be_asked_to_end_is_asked_all_at_once(world: World) -> None:
     ends_quietly(world, program, LOWTIDE_EXIT_SECONDS="10")
 
 
-@pytest.mark.local
+@on_every_python
 @pytest.mark.parametrize("ending", ["bare", "with"])
 def test_sys_exit_says_nothing(world: World, ending: str) -> None:
     ends_quietly(
@@ -144,7 +154,7 @@ def test_sys_exit_says_nothing(world: World, ending: str) -> None:
     )
 
 
-@pytest.mark.local
+@on_every_python
 @pytest.mark.parametrize("ending", FAILING)
 def test_an_exception_shows_its_own_traceback_and_nothing_else(world: World, ending: str) -> None:
     actor = world.start_program(FAILING[ending])
@@ -153,14 +163,14 @@ def test_an_exception_shows_its_own_traceback_and_nothing_else(world: World, end
     world.wait_until_clean()
 
 
-@pytest.mark.local
+@on_every_python
 @pytest.mark.parametrize("scenario", ["hold", "with_block", "in_session"])
 def test_an_interrupt_shows_its_own_traceback_and_nothing_else(world: World, scenario: str) -> None:
     actor = struck(world, scenario, signal.SIGINT)
     assert_one_traceback(actor, "KeyboardInterrupt")
 
 
-@pytest.mark.local
+@on_every_python
 def test_an_interrupt_in_asyncio_shows_only_what_asyncio_shows(world: World) -> None:
     # The cancelled main task, and "during handling of the above" the interrupt: two, as for any program.
     text = struck(world, "in_asyncio", signal.SIGINT).errors.read_text()
@@ -169,9 +179,17 @@ def test_an_interrupt_in_asyncio_shows_only_what_asyncio_shows(world: World) -> 
     assert "lowtide/" not in text.replace(str(ACTOR), "")
 
 
-@pytest.mark.local
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("scenario", ["hold", "with_block", "in_session", "in_asyncio", "worker_threads"])
+@on_every_python
+@pytest.mark.parametrize(
+    ("scenario", "number"),
+    [
+        *(
+            (name, signal.SIGTERM)
+            for name in ("hold", "with_block", "in_session", "in_asyncio", "worker_threads")
+        ),
+        ("hold", signal.SIGHUP),
+    ],
+)
 def test_a_terminated_program_says_nothing(world: World, scenario: str, number: signal.Signals) -> None:
     assert struck(world, scenario, number).errors.read_text() == ""
 

@@ -37,7 +37,10 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize(("text", "expected"), [(SYNC, "Sum of 3 and 4 is 7"), (ASYNC, "#3 [1/")])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [pytest.param(SYNC, "Sum of 3 and 4 is 7", marks=pytest.mark.newcomer), (ASYNC, "#3 [1/")],
+)
 def test_a_first_program_runs_as_it_is(tmp_path: Path, text: str, expected: str) -> None:
     script, home = tmp_path / "their_script.py", tmp_path / "home"
     script.write_text(text)

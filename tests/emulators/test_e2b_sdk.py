@@ -31,7 +31,9 @@ sbx.kill()
 """
 
 
-@pytest.mark.parametrize("plain", [True, False], ids=["urls", "proxy"])
+@pytest.mark.parametrize(
+    "plain", [pytest.param(True, id="urls", marks=pytest.mark.newcomer), pytest.param(False, id="proxy")]
+)
 def test_the_quickstart_runs_unmodified(tmp_path: Path, run_script: Callable[..., Any], plain: bool) -> None:
     pytest.importorskip("ipykernel")
     with lowtide.emulators.start("e2b", home=tmp_path / "home", plain=plain) as handle:

@@ -1,0 +1,37 @@
+"""What `make test` runs: the part of the suite for whoever just cloned. No engine, no account, under three minutes.
+
+The marker `newcomer` chooses it: all of `tests/unit` and the conformance suite on the local provider, but for what
+takes long; of each file of the crash matrix the first case on local sandboxes; what carries the mark itself, such as
+one quickstart of each emulator.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+WHOLE = ("tests/unit/", "tests/conformance/test_local.py")
+ONE_OF_EACH = "tests/crash/"
+LONG = ("alone", "slow", "engine")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    stand_for: dict[str, pytest.Item] = {}
+    for item in items:
+        if item.nodeid.startswith(WHOLE) and not any(map(item.get_closest_marker, LONG)):
+            item.add_marker(pytest.mark.newcomer)
+        elif item.nodeid.startswith(ONE_OF_EACH):
+            file = item.nodeid.partition("::")[0]
+            known = stand_for.setdefault(file, item)
+            if _on_local(item) and not _on_local(known):
+                stand_for[file] = item
+    for item in stand_for.values():
+        item.add_marker(pytest.mark.newcomer)
+
+
+def _on_local(item: pytest.Item) -> bool:
+    return (
+        isinstance(item, pytest.Function)
+        and getattr(item, "callspec", None) is not None
+        and (item.callspec.params.get("world") == "local")
+    )
