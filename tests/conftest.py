@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from lowtide.testing.leaks import Leak, Watch
 from tests import newcomers, retries
 
 RUN = "LOWTIDE_TEST_RUN"  # the run's directory, handed by the controller to its workers
+SEED = "LOWTIDE_CRASH_SEED"  # what random kills are drawn from; given, they are drawn again
 PATIENCE_SECONDS = 45.0  # a guardian may still be ending what a killed test process left
 
 _left = pytest.StashKey[list[Leak]]()
@@ -30,7 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for rule in (newcomers, retries):
         config.pluginmanager.register(rule)
     config.stash[_left] = []
-    config.stash[_outer] = {name: os.environ.get(name) for name in (RUN, "LOWTIDE_HOME", "TMPDIR")}
+    config.stash[_outer] = {name: os.environ.get(name) for name in (RUN, SEED, "LOWTIDE_HOME", "TMPDIR")}
+    os.environ.setdefault(SEED, str(random.SystemRandom().randrange(10**9)))  # the workers inherit it
     if _is_worker(config):
         run = Path(os.environ[RUN])
         worker: str = config.workerinput["workerid"]  # type: ignore[attr-defined]
@@ -51,6 +54,10 @@ def pytest_configure(config: pytest.Config) -> None:
     tempfile.tempdir = None
     for name in ("LOWTIDE_PROVIDER", "LOWTIDE_KEEP", "LOWTIDE_SIGNALS"):
         os.environ.pop(name, None)
+
+
+def pytest_report_header() -> str:
+    return f"random kills: {SEED}={os.environ[SEED]} draws the same again"
 
 
 @pytest.hookimpl(trylast=True)

@@ -178,9 +178,9 @@ def task_cancelled_while_creating() -> None:
             await asyncio.sleep(600)
 
     async def main() -> None:
-        for _ in range(COUNT):
+        for number in range(COUNT):
             task = asyncio.create_task(one())
-            await asyncio.sleep(random.uniform(0, 0.02))
+            await asyncio.sleep(0.02 * number / COUNT)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
@@ -301,7 +301,7 @@ def busy() -> None:
     say("READY")
     boxes: list[Sandbox] = []
     stop_at = time.monotonic() + 30
-    chance = random.Random()
+    chance = random.Random(os.environ["ACTOR_SEED"])
     while time.monotonic() < stop_at:
         if len(boxes) < COUNT and chance.random() < 0.7:
             batch = [Sandbox(**OPTIONS) for _ in range(chance.randint(1, 4))]

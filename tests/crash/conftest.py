@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,12 +14,21 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import SEED
 from tests.crash.environments import Clock, Disk, small_disk
 from tests.crash.world import World
 
 EMULATED = ("e2b", "daytona")
 CHOSEN = os.environ.get("LOWTIDE_CRASH_PROVIDERS")
 """Which providers the whole matrix runs on; unset: on two, and a few cases of it on every one there is."""
+
+
+@pytest.fixture
+def chance(request: pytest.FixtureRequest) -> random.Random:
+    """The case's own dice: its name and the seed of the run decide how they fall."""
+    seed = os.environ[SEED]
+    print(f"{SEED}={seed} draws the same again")  # shown with a failure
+    return random.Random(f"{seed} {request.node.nodeid}")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -148,7 +158,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         rows[group, "failed"][kind] += 1
     if not rows:
         return
-    terminalreporter.section("crash matrix")
+    terminalreporter.section(f"crash matrix ({SEED}={os.environ[SEED]})")
     head = (
         "instants",
         "provider",

@@ -54,9 +54,9 @@ def test_owner_and_guardian_killed_together(world: World) -> None:
     world.wait_until_clean()
 
 
-def test_killed_at_a_random_instant(world: World) -> None:
-    actor = world.start("busy", 4)
+def test_killed_at_a_random_instant(world: World, chance: random.Random) -> None:
+    actor = world.start("busy", 4, ACTOR_SEED=str(chance.random()))
     actor.until("READY", 180)
-    time.sleep(random.uniform(0.0, 3.0))
+    time.sleep(chance.uniform(0.0, 3.0))
     actor.kill()
     world.wait_until_clean()

@@ -16,16 +16,18 @@ ROUNDS = 4
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("seed", range(ROUNDS))
-def test_killed_at_random_instants(world: World, seed: int) -> None:
-    chance = random.Random(f"{seed}-{time.time_ns()}")
+@pytest.mark.parametrize("number", range(ROUNDS))
+def test_killed_at_random_instants(world: World, number: int, chance: random.Random) -> None:
     peer = world.start_peer()
     kills = max(1, KILLS // ROUNDS)
     world.cases = kills
     done = 0
     while done < kills:
         together = min(kills - done, chance.randint(1, 3))
-        actors = [world.start("busy", chance.randint(1, 20)) for _ in range(together)]
+        actors = [
+            world.start("busy", chance.randint(1, 20), ACTOR_SEED=str(chance.random()))
+            for _ in range(together)
+        ]
         for actor in actors:
             actor.until("READY")
         for actor in actors:
