@@ -296,6 +296,18 @@ def test_a_create_that_times_out_after_it_was_made_is_found_again(
     assert gone(provider, box.sandbox_id)
 
 
+def test_a_401_while_its_start_is_awaited_leaves_nothing(emulator: Handle, provider: DaytonaProvider) -> None:
+    emulator.faults.add("start-slow", seconds=4.0)
+    fault = emulator.faults.add("stale-token", match={"operation": "get"})
+    with pytest.raises(AuthenticationError):
+        Sandbox.run(provider="daytona", tags=["stale"])
+    assert emulator.faults.hits(fault) == 1
+    _eventually(lambda: Sandbox.list(tags=["stale"], provider="daytona").result(ANSWER) == [])
+    (lease,) = [row for row in run(lifecycle().leases(states=list(LeaseState))) if row.tags == ("stale",)]
+    _eventually(lambda: run(lifecycle().ledger.get(lease.lease_id)).state is LeaseState.GONE)
+    assert lease.sandbox_id is None or gone(provider, lease.sandbox_id)
+
+
 @pytest.mark.parametrize(
     ("keywords", "error"),
     [

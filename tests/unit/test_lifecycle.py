@@ -459,3 +459,25 @@ async def test_sweep_reports_what_it_could_not_end_and_goes_on(
     findings = await sweep(life.ledger, {"faulty": provider})
     assert [f.action for f in findings] == [Action.ENDED]
     assert service.sandboxes() == []
+
+
+async def test_a_key_that_does_not_show_a_sandbox_settles_nothing_and_one_that_does_ends_it(
+    life: Lifecycle, service: FaultyService
+) -> None:
+    old, new = FaultyProvider(service.directory, "old"), FaultyProvider(service.directory, "new")
+    assert old.account != new.account
+    lost = await orphan(life, old)
+    (record,) = (service.directory / "sandboxes").iterdir()
+    aside = record.rename(service.directory / "aside")  # as from another account
+    (finding,) = await sweep(life.ledger, {"faulty": new})
+    assert finding.action is Action.LEFT
+    assert "another faulty key" in finding.why
+    row = await life.ledger.get(lost.lease_id)
+    assert row is not None
+    assert row.state is LeaseState.LIVE
+    aside.rename(record)
+    (finding,) = await sweep(life.ledger, {"faulty": new}, dry_run=True)
+    assert finding.action is Action.WOULD_END
+    (finding,) = await sweep(life.ledger, {"faulty": new})
+    assert finding.action is Action.ENDED
+    assert service.sandboxes() == []

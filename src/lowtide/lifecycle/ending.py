@@ -18,7 +18,14 @@ from dataclasses import replace
 from datetime import datetime
 from typing import TypeVar
 
-from lowtide.errors import LedgerError, LowtideError, RateLimitError, SandboxGone, SandboxNotFoundError
+from lowtide.errors import (
+    AuthenticationError,
+    LedgerError,
+    LowtideError,
+    RateLimitError,
+    SandboxGone,
+    SandboxNotFoundError,
+)
 from lowtide.lifecycle import keep
 from lowtide.lifecycle.clock import Instant
 from lowtide.lifecycle.held import Held
@@ -27,7 +34,7 @@ from lowtide.lifecycle.lease import EndReport, Lease, LeaseState, Outcome
 from lowtide.lifecycle.ledger import Ledger
 from lowtide.lifecycle.owner import Owner, Standing
 from lowtide.lifecycle.points import point
-from lowtide.providers.base import Provider, Recovery, Renews, SandboxSpec, Snapshots, Stops
+from lowtide.providers.base import Labels, Provider, Recovery, Renews, SandboxSpec, Snapshots, Stops
 
 log = logging.getLogger("lowtide.lifecycle")
 
@@ -107,9 +114,12 @@ async def end_lease(
     def done(outcome: Outcome, why: str, **more: object) -> EndReport:
         return replace(report, outcome=outcome, why=why, seconds=time.monotonic() - started, **more)  # type: ignore[arg-type]
 
+    spec = spec or recovery_spec(lease)
     guarded = states if states is not None else OWNED if lease.state in OWNED else {lease.state}
     try:
         async with asyncio.timeout(deadline_seconds):
+            if not await is_shown(provider, lease, spec):
+                raise another_account(provider, lease)
             if decision.fate is not Fate.DESTROY and lease.sandbox_id is not None:
                 kept = await _leave(ledger, provider, lease, owner, guarded, decision)
                 if kept is not None:
@@ -133,9 +143,7 @@ async def end_lease(
             sandbox_id = (
                 claimed.sandbox_id
                 or known
-                or await _recover(
-                    ledger, provider, claimed, spec or recovery_spec(claimed), answered=answered
-                )
+                or await _recover(ledger, provider, claimed, spec, answered=answered)
             )
             if sandbox_id is None:
                 await ledger.change(
@@ -183,6 +191,31 @@ async def end_lease(
     except LowtideError as error:
         log.warning("lease %s: %s", lease.lease_id, error)
     return done(Outcome.FAILED, text, error=failure)
+
+
+async def is_shown(provider: Provider, lease: Lease, spec: SandboxSpec | None = None) -> bool:
+    """Whether the account at hand is the lease's, although its key may have been exchanged meanwhile.
+
+    The same fingerprint is. With another one the proof is the sandbox itself: it shows there, with the
+    lease's own labels. That it does not show proves nothing, so then nothing is settled.
+    """
+    if provider.account == lease.account:
+        return True
+    shown = await _patiently(
+        f"looking for {lease.lease_id} with another key",
+        lambda: provider.find(spec or recovery_spec(lease)),
+    )
+    labels = Labels.from_dict(shown.labels) if shown is not None else None
+    return labels is not None and (labels.lease_id, labels.ledger_id) == (lease.lease_id, lease.ledger_id)
+
+
+def another_account(provider: Provider, lease: Lease) -> AuthenticationError:
+    return AuthenticationError(
+        f"{lease.sandbox_id or lease.lease_id} was made with another {provider.name} key, and the one at hand does not "
+        "show it: it has ended, or belongs to another account. Set the key it was made with and run: lowtide sweep",
+        provider=provider.name,
+        sandbox_id=lease.sandbox_id,
+    )
 
 
 async def end_without_row(

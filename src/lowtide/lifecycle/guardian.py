@@ -17,7 +17,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from lowtide.errors import LowtideError
+from lowtide.errors import AuthenticationError, LowtideError
 from lowtide.lifecycle import clock, keep
 from lowtide.lifecycle.deadlines import Deadlines
 from lowtide.lifecycle.ending import end_lease
@@ -229,19 +229,9 @@ class Guardian:
     async def _end_one(self, lease: Lease, decision: Decision, owner: Owner | None) -> None:
         try:
             async with self.room:
-                provider = self.workers.light(lease)
-                if provider is not None:
-                    report = await end_lease(
-                        self.ledger,
-                        provider,
-                        lease,
-                        owner=owner,
-                        decision=decision,
-                        deadline_seconds=END_SECONDS,
-                    )
-                    outcome, why = report.outcome, report.why
-                else:
-                    outcome, why = await self.workers.end(lease, decision)
+                outcome, why = await self.workers.with_any_key(
+                    lease, lambda account: self._end_with(account, lease, decision, owner)
+                )
         except NoCredentials as error:
             self.stuck.add(lease.lease_id)
             outcome, why = Outcome.FAILED, str(error)
@@ -263,13 +253,26 @@ class Guardian:
             again,
         )
 
+    async def _end_with(
+        self, account: str, lease: Lease, decision: Decision, owner: Owner | None
+    ) -> tuple[Outcome, str]:
+        provider = self.workers.light(lease, account)
+        if provider is None:
+            return await self.workers.end(lease, decision, account)
+        report = await end_lease(
+            self.ledger, provider, lease, owner=owner, decision=decision, deadline_seconds=END_SECONDS
+        )
+        if isinstance(report.error, AuthenticationError):
+            raise report.error
+        return report.outcome, report.why
+
     # What comes from outside.
 
     def _learn(self, credentials: Credentials) -> None:
         if not self.workers.learn(credentials):
             return
         for lease in self.open:  # what failed without them may work with them
-            if (lease.provider, lease.account) == (credentials.name, credentials.account):
+            if lease.provider == credentials.name:  # its account, or the new key to it
                 self.retries.succeeded(lease.lease_id)
                 self.stuck.discard(lease.lease_id)
         self.changed.set()

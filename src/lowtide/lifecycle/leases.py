@@ -368,7 +368,9 @@ class Lifecycle:
         return await self.ledger.leases(states=states, tags=tags, provider=provider)
 
     async def lease_for(self, provider: Provider, sandbox_id: str) -> Lease | None:
-        return await self.ledger.find(provider.name, provider.account, sandbox_id)
+        """Its row; one that was written under another key, where this account has none."""
+        lease = await self.ledger.find(provider.name, provider.account, sandbox_id)
+        return lease or await self.ledger.find(provider.name, None, sandbox_id)
 
     # What runs besides: leftovers of this very process, renewal, and the end of everything.
 

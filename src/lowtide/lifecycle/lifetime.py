@@ -28,7 +28,7 @@ def with_lifetime(provider: Provider, lease: Lease, spec: SandboxSpec) -> tuple[
     if step is not None:
         lifetime = min(step, asked) if asked is not None else step
     elif Capability.LIFETIME in provider.capabilities and lifetime is None:
-        lifetime = provider.traits.max_lifetime_seconds
+        lifetime = provider.traits.default_lifetime_seconds
     lease = replace(
         lease,
         lifetime_seconds=step,

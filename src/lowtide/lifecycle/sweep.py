@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from lowtide.errors import LowtideError
 from lowtide.lifecycle import keep
-from lowtide.lifecycle.ending import end_lease
+from lowtide.lifecycle.ending import another_account, end_lease, is_shown
 from lowtide.lifecycle.keep import Decision, Fate
 from lowtide.lifecycle.lease import Lease, LeaseState, Outcome
 from lowtide.lifecycle.ledger import Ledger
@@ -97,6 +97,11 @@ class _Sweep:
         verdict = self._verdict(lease, provider)
         if isinstance(verdict, str):
             return _finding(Action.LEFT, lease, verdict)
+        try:
+            if not await is_shown(provider, lease):
+                return _finding(Action.LEFT, lease, str(another_account(provider, lease)))
+        except LowtideError as error:
+            return _finding(Action.FAILED, lease, str(error))
         if self.dry_run:
             return _finding(Action.WOULD_END, lease, verdict.why)
         owner = None if lease.state is LeaseState.KEPT else lease.owner
@@ -117,8 +122,6 @@ class _Sweep:
     def _verdict(self, lease: Lease, provider: Provider) -> Decision | str:
         """The decision to end it, or why it is left."""
         now = time.time()
-        if lease.account != provider.account:
-            return "it belongs to another account of this provider"
         if now - lease.created_at < self.older_than_seconds:
             return "it is younger than asked for"
         if lease.state is LeaseState.KEPT:

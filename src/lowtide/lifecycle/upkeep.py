@@ -60,19 +60,24 @@ class Upkeep:
             and self._retries.due("renew " + lease.lease_id)
         )
 
+    async def _renew_with(self, account: str, lease: Lease, sandbox_id: str) -> None:
+        provider = self._workers.light(lease, account)
+        if provider is None:
+            await self._workers.renew(lease, account)
+            return
+        asked = Instant.now()
+        until = await extend(provider, sandbox_id, renewal_seconds(lease))
+        await self._ledger.note(lease.lease_id, "", expires_at=until, renewed=asked)
+
     async def renew(self, lease: Lease) -> None:
         key = "renew " + lease.lease_id
         if lease.sandbox_id is None:
             return
         self._renewing.add(lease.lease_id)
         try:
-            provider = self._workers.light(lease)
-            if provider is not None:
-                asked = Instant.now()
-                until = await extend(provider, lease.sandbox_id, renewal_seconds(lease))
-                await self._ledger.note(lease.lease_id, "", expires_at=until, renewed=asked)
-            else:
-                await self._workers.renew(lease)
+            await self._workers.with_any_key(
+                lease, lambda account: self._renew_with(account, lease, lease.sandbox_id or "")
+            )
         except Exception as error:
             # Never so long that the lease could end while its owner lives.
             wait = self._retries.failed(key, most=(lease.lifetime_seconds or LEASE_SECONDS) / 10)

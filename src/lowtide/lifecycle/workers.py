@@ -13,9 +13,10 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lowtide import isolated
 from lowtide.errors import AuthenticationError, LowtideError, MissingDependencyError
@@ -30,6 +31,8 @@ from lowtide.providers import registry
 from lowtide.providers.base import Provider
 
 log = logging.getLogger("lowtide.guardian")
+
+T = TypeVar("T")
 
 IDLE_SECONDS = 30.0
 ANSWER_SECONDS = 180.0
@@ -64,7 +67,8 @@ class Workers:
         key = (credentials.name, credentials.account)
         if self._known.get(key) == credentials:
             return False
-        self._known[key] = credentials
+        self._known.pop(key, None)
+        self._known[key] = credentials  # the newest are the last
         if key in self._light:
             self._retired.append(self._light.pop(key))
         worker = self._workers.pop(key, None)
@@ -79,20 +83,34 @@ class Workers:
         except LowtideError:  # a provider that is not installed here
             return True
 
-    def light(self, lease: Lease) -> Provider | None:
+    async def with_any_key(self, lease: Lease, work: Callable[[str], Awaitable[T]]) -> T:
+        """Do it with the lease's own account; where that is refused, with the others of its provider, newest first.
+
+        A key may have been exchanged: then the new one counts as another account until it shows the sandbox.
+        """
+        told = [account for name, account in reversed(self._known) if name == lease.provider]
+        refusal: LowtideError | None = None
+        for account in (lease.account, *(one for one in told if one != lease.account)):
+            try:
+                return await work(account)
+            except (NoCredentials, AuthenticationError) as error:
+                refusal = refusal or error
+        assert refusal is not None
+        raise refusal if isinstance(refusal, NoCredentials) else NoCredentials(str(refusal)) from refusal
+
+    def light(self, lease: Lease, account: str | None = None) -> Provider | None:
         """A connected provider for this lease, if it is one the guardian may load itself."""
-        key = (lease.provider, lease.account)
+        key = (lease.provider, account or lease.account)
         if key in self._light:
             return self._light[key]
         if not registry.provider_class(lease.provider).traits.light:
             return None
-        self._light[key] = connect(lease.provider, lease.account, self._environ(key))
+        self._light[key] = connect(*key, self._environ(key))
         return self._light[key]
 
-    async def end(self, lease: Lease, decision: Decision) -> tuple[Outcome, str]:
-        answer = await self._ask(
-            lease, {"end": lease.lease_id, "fate": decision.fate.value, "why": decision.why}
-        )
+    async def end(self, lease: Lease, decision: Decision, account: str | None = None) -> tuple[Outcome, str]:
+        job = {"end": lease.lease_id, "fate": decision.fate.value, "why": decision.why}
+        answer = await self._ask(lease, job, account)
         return Outcome(answer["outcome"]), str(answer["why"])
 
     async def look(self, lease: Lease) -> Sighting:
@@ -102,8 +120,8 @@ class Workers:
             raise LowtideError(str(answer["error"]), provider=lease.provider, sandbox_id=lease.sandbox_id)
         return Sighting(testimony=Testimony(answer["testimony"]), expires_at=answer["expires_at"])
 
-    async def renew(self, lease: Lease) -> None:
-        answer = await self._ask(lease, {"renew": lease.lease_id})
+    async def renew(self, lease: Lease, account: str | None = None) -> None:
+        answer = await self._ask(lease, {"renew": lease.lease_id}, account)
         if answer.get("error"):
             raise LowtideError(str(answer["error"]), provider=lease.provider, sandbox_id=lease.sandbox_id)
 
@@ -117,11 +135,11 @@ class Workers:
         known = self._known.get(key)
         return {**os.environ, **(known.environ if known else {}), "LOWTIDE_HOME": str(self._path)}
 
-    async def _ask(self, lease: Lease, job: dict[str, Any]) -> dict[str, Any]:
-        key = (lease.provider, lease.account)
+    async def _ask(self, lease: Lease, job: dict[str, Any], account: str | None = None) -> dict[str, Any]:
+        key = (lease.provider, account or lease.account)
         worker = self._workers.get(key)
         if worker is None or worker.ended:
-            worker = self._workers[key] = _Worker(self._path, lease, self._environ(key))
+            worker = self._workers[key] = _Worker(self._path, key, self._environ(key))
         async with asyncio.timeout(ANSWER_SECONDS):
             answer = await worker.ask(job)
         if answer.get("refused"):
@@ -146,8 +164,8 @@ def connect(name: str, account: str, environ: dict[str, str]) -> Provider:
 class _Worker:
     """One worker process and the jobs it has."""
 
-    def __init__(self, path: Path, lease: Lease, environ: dict[str, str]) -> None:
-        self._arguments = (str(path), lease.provider, lease.account)
+    def __init__(self, path: Path, key: tuple[str, str], environ: dict[str, str]) -> None:
+        self._arguments = (str(path), *key)
         self._environ = environ
         self._process: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
@@ -274,6 +292,8 @@ async def _do(
         asked = Instant.now()
         try:
             until = await extend(provider, lease.sandbox_id or "", renewal_seconds(lease))
+        except AuthenticationError as error:
+            return {"refused": str(error)}
         except LowtideError as error:
             return {"error": str(error)}
         await ledger.note(lease.lease_id, "", expires_at=until, renewed=asked)
@@ -286,4 +306,6 @@ async def _do(
         decision=Decision(Fate(job["fate"]), job["why"]),
         deadline_seconds=120.0,
     )
+    if isinstance(report.error, AuthenticationError):
+        return {"refused": report.why}
     return {"outcome": report.outcome, "why": report.why}

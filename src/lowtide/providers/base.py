@@ -70,6 +70,8 @@ class Traits:
     """True where the adapter imports no SDK, so that the guardian may load it itself."""
     max_lifetime_seconds: float | None = None
     """The longest lifetime the service accepts in one create or renew call."""
+    default_lifetime_seconds: float | None = None
+    """Where a lifetime cannot be renewed: what a create gets that asks for none. Always finite on a hosted service."""
 
 
 class SandboxState(enum.StrEnum):

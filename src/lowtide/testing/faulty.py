@@ -39,6 +39,7 @@ from lowtide.errors import (
     SandboxUnavailableError,
     ValidationError,
 )
+from lowtide.providers import hosted
 from lowtide.providers.base import (
     STDERR,
     STDOUT,
@@ -135,6 +136,10 @@ class FaultyService:
         with _locked(self.directory):
             return sorted(record["id"] for record in _records(self.directory))
 
+    def exchange_key(self, key: str) -> None:
+        """From now on only this ``LOWTIDE_FAULTY_KEY`` is valid; before the first call, every one is."""
+        (self.directory / "key").write_text(key)
+
     def make_foreign(self, name: str, labels: Mapping[str, str] | None = None) -> str:
         """A sandbox that somebody else made on the same account."""
         _write(self.directory, {"id": name, "labels": dict(labels or {}), "created": _now(self.directory)})
@@ -163,8 +168,9 @@ class FaultyProvider:
     traits: ClassVar[Traits] = Traits(recovery=Recovery.BY_LABEL, create_window_seconds=2.0, light=True)
     options_type: ClassVar[type | None] = None
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, key: str = "") -> None:
         self._directory = directory
+        self._key = key
         (directory / "sandboxes").mkdir(parents=True, exist_ok=True)
         (directory / "faults").mkdir(exist_ok=True)
 
@@ -177,14 +183,15 @@ class FaultyProvider:
                 argument="provider",
                 provider=cls.name,
             )
-        return cls(Path(directory))
+        return cls(Path(directory), environ.get("LOWTIDE_FAULTY_KEY", ""))
 
     @property
     def account(self) -> str:
-        return f"faulty:{self._directory}"
+        where = f"faulty:{self._directory}"
+        return hosted.account("faulty", where, self._key) if self._key else where
 
     def credentials(self) -> dict[str, str]:
-        return {"LOWTIDE_FAULTY_DIR": str(self._directory)}
+        return {"LOWTIDE_FAULTY_DIR": str(self._directory), "LOWTIDE_FAULTY_KEY": self._key}
 
     async def create(self, spec: SandboxSpec) -> SandboxInfo:
         fault = self._next_fault("create")
@@ -359,6 +366,9 @@ class FaultyProvider:
         return fault
 
     def _next_fault(self, call: str) -> dict[str, Any]:
+        allowed = self._directory / "key"
+        if allowed.exists() and allowed.read_text() != self._key:
+            raise AuthenticationError("this key is not valid any more", provider=self.name)
         path = self._directory / "faults" / f"{call}.json"
         if not path.exists():
             return {}

@@ -53,9 +53,9 @@ class Access:
 
     @property
     def account(self) -> str:
-        """A token changes, its organisation does not."""
-        who = self.api_key if self.api_key is not None else f"organization {self.organization_id}"
-        return hosted.account(PROVIDER, self.api_url, who)
+        """A key or a token changes, its organisation does not: that counts where it is said."""
+        who = f"organization {self.organization_id}" if self.organization_id else self.api_key
+        return hosted.account(PROVIDER, self.api_url, str(who))
 
     def credentials(self) -> dict[str, str]:
         known = {

@@ -15,6 +15,8 @@ Json = dict[str, Any]
 CONTAINER = "main"
 NAME_PREFIX = "lowtide-"
 MAX_LIFETIME_SECONDS = 2**31 - 1
+DEFAULT_LIFETIME_SECONDS = 86_400
+"""A pod that nobody gave a lifetime ends after a day: its deadline cannot be moved, and there has to be one."""
 
 # The first process of a sandbox without a command of its own. As PID 1 it takes in and reaps what
 # is orphaned, cannot be killed from inside, and on SIGTERM passes it on and leaves when all others

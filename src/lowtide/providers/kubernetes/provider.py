@@ -64,6 +64,7 @@ class KubernetesProvider:
         recovery=Recovery.BY_NAME,
         create_window_seconds=60.0,  # the API server's own limit for a request
         max_lifetime_seconds=float(manifest.MAX_LIFETIME_SECONDS),
+        default_lifetime_seconds=float(manifest.DEFAULT_LIFETIME_SECONDS),
     )
     options_type: ClassVar[type | None] = KubernetesOptions
 

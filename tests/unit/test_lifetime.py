@@ -1,0 +1,48 @@
+"""The provider-side lifetime in the create call: whatever is lost, a hosted sandbox ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lowtide.lifecycle.lease import Lease
+from lowtide.lifecycle.lifetime import with_lifetime
+from lowtide.lifecycle.owner import Owner
+from lowtide.providers import registry
+from lowtide.providers.base import Capability, SandboxSpec
+
+WEEK = 7 * 86_400.0
+
+
+def lease(**fields: Any) -> Lease:
+    return Lease(
+        lease_id="l",
+        provider="p",
+        account="a",
+        owner=Owner.current(),
+        ledger_id="x",
+        created_at=0.0,
+        **fields,
+    )
+
+
+@pytest.mark.parametrize("name", sorted(registry.known()))
+def test_what_outlives_this_machine_has_an_end_from_the_start(name: str) -> None:
+    provider: Any = registry.provider_class(name)
+    if not provider.traits.outlives_machine:
+        pytest.skip("it ends with this machine")
+    assert Capability.LIFETIME in provider.capabilities
+    written = lease()
+    row, spec = with_lifetime(provider, written, SandboxSpec(labels=written.labels))
+    assert spec.lifetime_seconds is not None
+    assert 0 < spec.lifetime_seconds <= WEEK
+    assert row.expires_at == spec.lifetime_seconds
+
+
+def test_a_pod_gets_the_deadline_that_was_asked_for_or_a_day() -> None:
+    provider: Any = registry.provider_class("kubernetes")
+    for asked, given in ((None, 86_400.0), (30 * 86_400.0, 30 * 86_400.0)):
+        written = lease(max_lifetime_at=asked)
+        _, spec = with_lifetime(provider, written, SandboxSpec(labels=written.labels))
+        assert spec.lifetime_seconds == given
