@@ -8,6 +8,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -39,45 +40,40 @@ def _running(token: str) -> list[int]:
 def _outlives_its_lifetime(hostile: str) -> str | None:
     """Kill owner and guardian, and see whether the code inside is still there after its lifetime."""
     token = f"token-{secrets.token_hex(8)}"
-    with contextlib.ExitStack() as ends:
-        import tempfile
-
-        state = ends.enter_context(
-            tempfile.TemporaryDirectory(prefix="escape-", dir="/tmp", ignore_cleanup_errors=True)
-        )
+    with tempfile.TemporaryDirectory(prefix="escape-", dir="/tmp", ignore_cleanup_errors=True) as state:
+        began = time.monotonic()
         owner = subprocess.Popen(
             [sys.executable, "-c", _OWNER, PREAMBLE + hostile, token, str(LIFETIME_SECONDS)],
             env={**os.environ, "LOWTIDE_HOME": f"{state}/home"},
             stdout=subprocess.PIPE,
         )
         assert owner.stdout is not None
-        assert owner.stdout.readline() == b"made\n"
-        began = time.monotonic()
-        # The owner and whatever it started to watch over its sandboxes: all that has its home in the environment.
-        for pid in [*_with_home(f"{state}/home"), owner.pid]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        with owner.stdout:
+            said = owner.stdout.readline()
+        # The owner, and whatever it started that would end its sandboxes.
+        killed = _with_home(f"{state}/home")
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
         owner.wait()
-        owner.stdout.close()
-        own = [pid for pid in _running(token)]
+        if said != b"made\n" or set(killed) == {owner.pid}:
+            raise RuntimeError("there was no sandbox, or no guardian to be killed")
         while (left := _running(token)) and time.monotonic() < began + LIFETIME_SECONDS + SLACK_SECONDS:
             time.sleep(0.1)
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if not own and time.monotonic() < began + 1:
-            return None
+        if time.monotonic() < began + LIFETIME_SECONDS:
+            raise RuntimeError("it was ended before its lifetime was over, by somebody else")
         return f"{len(left)} processes ran on" if left else None
 
 
 def _with_home(home: str) -> list[int]:
+    """Processes of this machine that have this state directory in their environment."""
     found = []
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
-            if (
-                name.isdigit()
-                and f"LOWTIDE_HOME={home}".encode() in Path(f"/proc/{name}/environ").read_bytes()
-            ):
+            environment = Path(f"/proc/{name}/environ").read_bytes() if name.isdigit() else b""
+            if f"LOWTIDE_HOME={home}".encode() in environment:
                 found.append(int(name))
     return found
 

@@ -16,7 +16,7 @@ import pytest
 from lowtide.errors import MissingDependencyError, SandboxNotFoundError, ValidationError
 from lowtide.providers.base import Limits
 from lowtide.providers.images.store import ImageStore
-from lowtide.providers.local import LocalProvider, bwrap, cgroups, doctor, idle, seccomp
+from lowtide.providers.local import LocalProvider, bwrap, cgroups, doctor, first, seccomp
 from lowtide.trees.copy import copy_tree
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -105,7 +105,7 @@ def _docker_save(tmp_path: Path, layers: list[bytes], config: dict[str, object])
 
 def _busybox_layer() -> bytes:
     """A root filesystem of one static program: ours."""
-    program = idle.program()
+    program = first.program()
     assert program is not None
     members = [_directory(name) for name in ("bin", "etc", "tmp", "old")]
     return _tar(*members, ("bin/tool", program, {}), ("etc/gone", b"x", {}), ("old/a", b"a", {}))
