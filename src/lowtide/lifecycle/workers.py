@@ -8,6 +8,7 @@ environment, fed with lease ids on its standard input, gone when idle.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -128,6 +129,12 @@ class Workers:
     async def aclose(self) -> None:
         for worker in self._workers.values():
             await worker.aclose()
+        for key in self._known.keys() - self._light.keys():
+            # One that had nothing to end here: its owners may have left more than sandboxes (rooms of `local`),
+            # which closing it tidies up.
+            with contextlib.suppress(LowtideError):
+                if registry.provider_class(key[0]).traits.light:
+                    self._light[key] = connect(*key, self._environ(key))
         for provider in (*self._light.values(), *self._retired):
             await provider.aclose()
 
