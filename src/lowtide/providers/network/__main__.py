@@ -1,0 +1,92 @@
+"""The process of a proxy: ends with its sandbox, whoever started it.
+
+Started with a JSON object on standard input: the policy, and the process whose network it serves. It answers with
+one line on standard output, and from then on it is nobody's child: a sandbox may outlive the process that made it.
+It watches the sandbox's own process by a descriptor; when that ends, or never was, so does it. Should it be
+killed itself, the sandbox has no network any more: nothing is reached without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+from lowtide.providers.network.namespace import Listeners, listen
+from lowtide.providers.network.policy import Policy
+from lowtide.providers.network.proxy import Proxy, Queries, allow_descriptors
+
+_NOBODY = 65534
+_SET_DUMPABLE, _NO_NEW_PRIVILEGES = 4, 38
+
+
+def main() -> None:
+    asked: dict[str, Any] = json.load(sys.stdin)
+    policy = Policy.of(asked["allow"])
+    try:
+        # Opened before anything else, and checked after: the number may belong to somebody else by now.
+        pidfd = os.pidfd_open(asked["pid"])
+        if _start_time(asked["pid"]) != asked["start_time"]:
+            raise ProcessLookupError(3, "the sandbox is gone")
+        own_user = os.stat(f"/proc/{asked['pid']}/ns/user").st_ino != os.stat("/proc/self/ns/user").st_ino
+        listeners = listen(pidfd, policy.ranges, own_user=own_user)
+    except OSError as error:
+        os.write(1, json.dumps({"errno": error.errno, "why": error.strerror or str(error)}).encode())
+        return
+    said_r, said_w = os.pipe()
+    if os.fork():
+        os.close(said_w)
+        os.read(said_r, 1)  # until it has its name, or is gone
+        return
+    os.setsid()
+    line = json.dumps({"pid": os.getpid(), "start_time": _start_time(os.getpid())}) + "\n"
+    _become_nobody()
+    os.write(1, line.encode())
+    os.close(said_w)
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+    os.chdir("/")
+    asyncio.run(serve(Proxy(policy), listeners, pidfd))
+    os._exit(0)  # a thread may still wait for a name server
+
+
+async def serve(proxy: Proxy, listeners: Listeners, pidfd: int) -> None:
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_reader(pidfd, ended.set)
+    for sock in listeners.streams:
+        sock.setblocking(False)
+        await asyncio.start_server(proxy.connection, sock=sock, limit=1 << 16)
+    for sock in listeners.queries:
+        sock.setblocking(False)
+        await loop.create_datagram_endpoint(lambda: Queries(proxy), sock=sock)
+    await ended.wait()
+    os._exit(0)
+
+
+def _become_nobody() -> None:
+    """It reads what hostile code writes: it keeps no right that it does not need."""
+    allow_descriptors()
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN if number != signal.SIGTERM else signal.SIG_DFL)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+        os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+    libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def _start_time(pid: int) -> int:
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[19])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Starting and ending the proxy of one sandbox, from the process that makes or destroys it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowtide.errors import LowtideError, SandboxFailedError, UnsupportedError
+
+_PATIENCE_SECONDS = 30.0
+_PACKAGES = str(Path(__file__).parents[3])
+# Nothing of this program's environment, and nothing that a site file could change.
+_PROGRAM = (
+    "import sys; sys.path.append(sys.argv[1]); from lowtide.providers.network.__main__ import main; main()"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The process of a proxy, and when it started."""
+
+    pid: int
+    start_time: int
+
+
+async def start(provider: str, sandbox_id: str, pid: int, start_time: int, allow: Sequence[str]) -> Served:
+    """Give the network of that process a way out, as far as the list goes. Returns when it works."""
+    asked = json.dumps({"allow": list(allow), "pid": pid, "start_time": start_time})
+    answered = await asyncio.to_thread(_run, asked)
+    if "why" in answered:
+        raise _failure(provider, sandbox_id, answered)
+    return Served(answered["pid"], answered["start_time"])
+
+
+def _run(asked: str) -> dict[str, Any]:
+    python = getattr(sys, "_base_executable", None) or sys.executable
+    done = subprocess.run(
+        [python, "-I", "-S", "-c", _PROGRAM, _PACKAGES],
+        input=asked.encode(),
+        capture_output=True,
+        env={},
+        cwd="/",
+        timeout=_PATIENCE_SECONDS,
+        check=False,
+    )
+    try:
+        answered = json.loads(done.stdout)
+    except ValueError:
+        answered = {"why": done.stderr.decode("utf-8", "replace").strip()[-500:] or "it ended without a word"}
+    return answered if isinstance(answered, dict) else {"why": "it answered nonsense"}
+
+
+def _failure(provider: str, sandbox_id: str, answered: dict[str, Any]) -> LowtideError:
+    code, why = answered.get("errno"), answered["why"]
+    if code in (
+        errno.EOPNOTSUPP,
+        errno.EPROTONOSUPPORT,
+        errno.ENOENT,
+        errno.EPERM,
+        errno.EACCES,
+        errno.EAFNOSUPPORT,
+    ):
+        return UnsupportedError(
+            f"this machine does not let a sandbox have an allow-list: {why}",
+            provider=provider,
+            argument="network",
+            feature="network-allow",
+            alternative="a kernel with nf_tables and its redirect (modprobe nft_redir), or network='none'",
+        )
+    return SandboxFailedError(
+        f"the sandbox's network could not be started: {why}",
+        provider=provider,
+        sandbox_id=sandbox_id,
+        reason="network",
+    )
