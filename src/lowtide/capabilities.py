@@ -32,6 +32,7 @@ _INSTEAD = {
     Capability.NETWORK_NONE: "choose a provider that can cut the network off, such as local or docker",
     Capability.NETWORK_FULL: "leave network out",
     Capability.NETWORK_ALLOW: "use network='none' or network='full'",
+    Capability.NETWORK_PORTS: "name the host or range without a port, or use the local provider",
     Capability.PORTS: "talk to the program through exec() and files",
     Capability.SNAPSHOT: "download() what you need and upload() it into the next sandbox",
     Capability.PAUSE: "snapshot() and start from it later, or leave it running",
@@ -72,7 +73,13 @@ def _asked_for(settings: SandboxDefaults) -> list[tuple[str, Capability]]:
     if settings.ports:
         asked.append(("ports", Capability.PORTS))
     if settings.network is not None:
-        asked.append(("network", _NETWORK[validate.network("network", settings.network).mode]))
+        network = validate.network("network", settings.network)
+        asked.append(("network", _NETWORK[network.mode]))
+        if network.allow:
+            from lowtide.providers.network.policy import Policy
+
+            if any(entry.port is not None for entry in Policy.of(network.allow).entries):
+                asked.append(("network", Capability.NETWORK_PORTS))
     if settings.resources is not None:
         limits = validate.resources("resources", settings.resources)
         for value, capability in (

@@ -34,7 +34,7 @@ class SandboxOptions(TypedDict, total=False):
     environment_variables: Mapping[str, str] | None
     tags: Sequence[str] | None
     resources: Mapping[str, Any] | Limits | None
-    network: str | Mapping[str, Any] | Network | None
+    network: str | Sequence[str] | Mapping[str, Any] | Network | None
     ports: Sequence[int] | None
     max_lifetime_seconds: float | None
     keep: str | Keep | None
@@ -63,7 +63,7 @@ class SandboxDefaults:
     """To find sandboxes again: letters, digits, ``. _ -``, at most 59 characters, ending in a letter or digit."""
     resources: Mapping[str, Any] | Limits | None = None
     """``{"limits": {"cpu": "1", "memory": "256Mi", "pids": 64, "disk": "1Gi"}}``; the inner part alone will do."""
-    network: str | Mapping[str, Any] | Network | None = None
+    network: str | Sequence[str] | Mapping[str, Any] | Network | None = None
     """``"none"``, ``"full"`` or ``{"allow": ["example.org", "10.0.0.0/8"]}``; None is the provider's default."""
     ports: Sequence[int] | None = None
     """Ports that `Sandbox.url` will be asked for."""

@@ -171,19 +171,32 @@ def network(argument: str, value: Any) -> Network:
     from lowtide.providers.base import Network, NetworkMode
 
     if isinstance(value, Network):
-        return value
+        return _allowed(argument, value.allow) if value.mode is NetworkMode.ALLOW else value
     if value in ("none", "full"):
         return Network(mode=NetworkMode(value))
+    if isinstance(value, list | tuple):
+        return _allowed(argument, strings(argument, value))
     if not isinstance(value, Mapping):
-        refuse(argument, f"must be 'none', 'full' or {{'allow': [...]}}, not {value!r}")
+        refuse(argument, f"must be 'none', 'full' or a list of hosts and ranges, not {value!r}")
     if value.keys() == {"allow"}:
-        allowed = strings(argument, value["allow"])
-        return Network(mode=NetworkMode.ALLOW, allow=allowed) if allowed else Network(mode=NetworkMode.NONE)
+        return _allowed(argument, strings(argument, value["allow"]))
     if value.keys() == {"deny_egress"} and isinstance(value["deny_egress"], bool):
         return Network(mode=NetworkMode.NONE if value["deny_egress"] else NetworkMode.FULL)
     if value.keys() == {"egress"} and isinstance(value["egress"], Sequence):
         return _egress(argument, value["egress"])
     refuse(argument, f"must be 'none', 'full' or {{'allow': [...]}}, not {dict(value)!r}")
+
+
+def _allowed(argument: str, entries: Sequence[str]) -> Network:
+    """An empty list allows nothing."""
+    from lowtide.providers.base import Network, NetworkMode
+    from lowtide.providers.network import policy
+
+    try:
+        allow = tuple(dict.fromkeys(policy.entry(text).text for text in entries))
+    except ValueError as error:
+        refuse(argument, f"has a bad entry: {error}")
+    return Network(mode=NetworkMode.ALLOW, allow=allow) if allow else Network(mode=NetworkMode.NONE)
 
 
 def _egress(argument: str, rules: Sequence[Any]) -> Network:
@@ -198,7 +211,7 @@ def _egress(argument: str, rules: Sequence[Any]) -> Network:
                 argument, f"has a rule that cannot be kept: {rule!r}; write dns_name or cidr, nothing else"
             )
         allowed.append(text(argument, next(iter(rule.values()))))
-    return Network(mode=NetworkMode.ALLOW, allow=tuple(allowed))
+    return _allowed(argument, allowed)
 
 
 def provider_options(provider: type[Provider], value: Any) -> Any:

@@ -41,6 +41,7 @@ class Capability(enum.StrEnum):
     NETWORK_NONE = "network-none"
     NETWORK_FULL = "network-full"
     NETWORK_ALLOW = "network-allow"  # an allow-list of hosts or CIDRs
+    NETWORK_PORTS = "network-ports"  # its entries may name a port
     PORTS = "ports"  # url(port)
     SNAPSHOT = "snapshot"
     PAUSE = "pause"
@@ -100,7 +101,11 @@ class NetworkMode(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """What a sandbox may reach: nothing, everything, or the hosts and CIDRs in `allow`."""
+    """What a sandbox may reach: nothing, everything, or the hosts and CIDRs in `allow`.
+
+    An entry is a host, ``*.`` and a host (all below it), an address or a CIDR, each with ``:port`` where only
+    that port is meant. A host alone means ports 80 and 443; an address or CIDR alone means every TCP port.
+    """
 
     mode: NetworkMode = NetworkMode.NONE
     allow: tuple[str, ...] = ()

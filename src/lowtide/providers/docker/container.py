@@ -11,6 +11,7 @@ from lowtide.errors import UnsupportedError
 from lowtide.providers.base import Labels, NetworkMode, SandboxInfo, SandboxSpec, SandboxState
 from lowtide.providers.docker import inside
 from lowtide.providers.docker.options import DockerOptions
+from lowtide.providers.network.names import NAMESERVER
 
 DEFAULT_PIDS = 4096
 LIFETIME_LABEL = "lowtide-docker-lifetime"
@@ -20,14 +21,6 @@ def create_body(spec: SandboxSpec, image: str, *, volume: str, publish: bool) ->
     """The create call's body: identity, lifetime and limits are all inside this one request."""
     options: DockerOptions = spec.options or DockerOptions()
     limits, network = spec.limits, spec.network
-    if network is not None and network.mode is NetworkMode.ALLOW:
-        raise UnsupportedError(
-            "the docker provider has no allow-list for the network",
-            provider="docker",
-            argument="network",
-            feature="network-allow",
-            alternative='network="none" or "full", or the local provider',
-        )
     if limits.disk_bytes is not None:
         raise UnsupportedError(
             "the docker provider cannot limit the disk on every storage driver",
@@ -55,6 +48,8 @@ def create_body(spec: SandboxSpec, image: str, *, volume: str, publish: bool) ->
         ],
         "LogConfig": {"Type": "json-file", "Config": {"max-size": "10m"}},
     }
+    if network is not None and network.mode is NetworkMode.ALLOW:
+        host["Dns"] = [str(NAMESERVER)]
     if options.tmpfs:
         host["Tmpfs"] = dict(options.tmpfs)
     if options.runtime:

@@ -65,6 +65,8 @@ class DockerProvider:
             Capability.PIDS_LIMIT,
             Capability.NETWORK_NONE,
             Capability.NETWORK_FULL,
+            Capability.NETWORK_ALLOW,  # where the engine is on this machine, for root
+            Capability.NETWORK_PORTS,
             Capability.PORTS,
             Capability.SNAPSHOT,
             Capability.PAUSE,
@@ -144,7 +146,14 @@ class DockerProvider:
         with nothing_sent():
             client = await self.client()
         image = spec.snapshot or spec.image or self._environ.get("LOWTIDE_DOCKER_IMAGE") or DEFAULT_IMAGE
+        allow = spec.network.allow if spec.network is not None else ()
+        if allow:
+            from lowtide.providers.docker import network
+
+            network.check(self.endpoint)
         await Creation(self, client, spec, image).run()
+        if allow:
+            await network.open_way(spec.lease_id, await self.inspect(spec.lease_id), allow)
         info = self._ours[spec.lease_id] = container.created_now(spec)
         return info
 

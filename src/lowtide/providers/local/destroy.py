@@ -94,6 +94,7 @@ def settle(
         time.sleep(0.002)
     if marks != killed:
         kill(*marks, sandbox_id)
+    _kill_and_wait([later.proxy()], sandbox_id)
     cgroups.remove(groups or (later.spec() or {}).get("cgroups", []))
 
 

@@ -96,6 +96,17 @@ class Place:
         finally:
             os.close(fd)
 
+    def proxy(self) -> ProcessMark | None:
+        """The process that serves its network, where it has an allow-list."""
+        try:
+            pid, _, start = Path(self.path, "proxy").read_text().strip().partition(" ")
+        except OSError:
+            return None
+        return ProcessMark(int(pid), int(start)) if pid.isdigit() and start.isdigit() else None
+
+    def set_proxy(self, mark: ProcessMark) -> None:
+        Path(self.path, "proxy").write_text(f"{mark.pid} {mark.start_time}\n")
+
     def paused(self) -> bool:
         return os.path.exists(f"{self.path}/paused")
 

@@ -15,7 +15,6 @@ from lowtide.errors import SandboxNotFoundError, UnsupportedError, ValidationErr
 from lowtide.providers.base import (
     Capability,
     FileEntry,
-    NetworkMode,
     ProcessHandle,
     ProcessSpec,
     Recovery,
@@ -29,7 +28,7 @@ from lowtide.providers.base import (
 from lowtide.providers.images.store import ImageStore
 from lowtide.providers.local import destroy, files, first, pausing, rooms, seccomp, vacant
 from lowtide.providers.local.entering import Entrance, Known
-from lowtide.providers.local.launch import Launch
+from lowtide.providers.local.launch import Launch, Room
 from lowtide.providers.local.place import Place, ProcessMark, places, valid_id
 from lowtide.providers.local.ports import Forwarder
 from lowtide.providers.local.process import gone
@@ -60,6 +59,8 @@ class LocalProvider:
             Capability.DISK_LIMIT,
             Capability.NETWORK_NONE,
             Capability.NETWORK_FULL,
+            Capability.NETWORK_ALLOW,
+            Capability.NETWORK_PORTS,
             Capability.PORTS,
             Capability.SNAPSHOT,
             Capability.PAUSE,
@@ -112,7 +113,6 @@ class LocalProvider:
     async def create(self, spec: SandboxSpec) -> SandboxInfo:
         with nothing_sent():
             place = self._place(spec.lease_id)
-            _check_network(spec)
             if not seccomp.supported() or first.program() is None:
                 raise UnsupportedError(
                     f"the local provider does not know this machine's architecture ({os.uname().machine})",
@@ -132,24 +132,34 @@ class LocalProvider:
                 room = None
                 launch.furnish()
                 inner = await launch.run()
+            self._know(launch, inner, room)
+            if spec.network is not None and spec.network.allow and inner.start_time:
+                from lowtide.providers.local import network
+
+                await network.open_way(
+                    place, inner, spec.network.allow, self._entrance.inside(place.sandbox_id)
+                )
         except BaseException:
+            self._entrance.forget(place.sandbox_id)
             await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._destroy, place, 0.0))
             raise
-        known = Known(
-            inner=inner,
-            environment=launch.environment,
-            working_dir=launch.working_dir,
-            pids=spec.limits.pids,
-            network=launch.network,
-            groups=[str(group.path) for group in launch.groups],
-            porter=room.porter if room is not None else None,
-        )
-        self._entrance.add(place.sandbox_id, known)
         info = launch.info() if inner.start_time else place.info()
         if info is None or not place.exists():
             raise gone(place.sandbox_id, "the sandbox was ended while it was made")
         asyncio.get_running_loop().call_later(_AFTER_CREATE_SECONDS, self._prepare, client)
         return info
+
+    def _know(self, launch: Launch, inner: ProcessMark, room: Room | None) -> None:
+        known = Known(
+            inner=inner,
+            environment=launch.environment,
+            working_dir=launch.working_dir,
+            pids=launch.spec.limits.pids,
+            network=launch.network,
+            groups=[str(group.path) for group in launch.groups],
+            porter=room.porter if room is not None else None,
+        )
+        self._entrance.add(launch.place.sandbox_id, known)
 
     def _prepare(self, client: SpawnerClient | None) -> None:
         """Have something ready for the next create."""
@@ -344,17 +354,6 @@ class LocalProvider:
                 f"there is no sandbox {sandbox_id!r}", provider="local", sandbox_id=sandbox_id
             )
         return Place(self.home / "sandboxes" / sandbox_id)
-
-
-def _check_network(spec: SandboxSpec) -> None:
-    if spec.network is not None and spec.network.mode is NetworkMode.ALLOW:
-        raise UnsupportedError(
-            "the local provider has no allow-list of hosts yet",
-            provider="local",
-            argument="network",
-            feature="network-allow",
-            alternative='network="none" or network="full"',
-        )
 
 
 def _upper(place: Place, spec: Mapping[str, Any]) -> str:

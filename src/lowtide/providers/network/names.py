@@ -10,6 +10,9 @@ from ipaddress import IPv4Address
 from lowtide.providers.network.policy import STAND_INS
 
 NAMESERVER = STAND_INS[1]  # any address in there would do: every query is redirected
+RESOLVER_FILE = (
+    f"# Answered by lowtide: names of this sandbox's allow-list.\nnameserver {NAMESERVER}\n".encode()
+)
 _FIRST = 256  # the first of those that stand for names
 _MOST = 16_384
 _TTL_SECONDS = 60

@@ -15,7 +15,9 @@ import struct
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from ipaddress import IPv4Address, ip_address
+from typing import Any, cast
 
 from lowtide.providers.network import inspect, names
 from lowtide.providers.network.policy import Address, Policy, address_of
@@ -66,6 +68,13 @@ class Stream:
     def abort(self) -> None:
         self.writer.transport.abort()
 
+    def reset(self) -> None:
+        """As a connection ends that nobody takes: an error over there, and no end of file."""
+        with contextlib.suppress(OSError):
+            now = struct.pack("ii", 1, 0)
+            self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, now)
+        self.abort()
+
 
 class Proxy:
     def __init__(self, policy: Policy, resolve: Resolve | None = None) -> None:
@@ -82,19 +91,20 @@ class Proxy:
         """One connection out of the sandbox."""
         near = Stream(reader, writer)
         if self._connections >= MOST_CONNECTIONS:
-            near.abort()
+            near.reset()
             return
         self._connections += 1
         try:
             target = original_target(writer.get_extra_info("socket"))
-            if target is not None:
-                await self.carry(near, *target)
-                await near.linger()
+            if target is None:
+                raise _RefusedError
+            await self.carry(near, *target)
+            await near.linger()
+            near.abort()
         except _ENDS:
-            pass
+            near.reset()
         finally:
             self._connections -= 1
-            near.abort()
 
     async def carry(self, near: Stream, address: Address, port: int) -> None:
         name = self._stand_ins.name(address) if isinstance(address, IPv4Address) else None
@@ -210,8 +220,7 @@ class Queries(asyncio.DatagramProtocol):
         self._tasks: set[asyncio.Task[None]] = set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.DatagramTransport)
-        self._transport = transport
+        self._transport = cast(asyncio.DatagramTransport, transport)
 
     def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
         if len(self._tasks) < self._most:  # one more is lost, as a datagram may be: the client asks again
@@ -349,7 +358,8 @@ class _Body:
 async def _system_addresses(name: str) -> list[Address]:
     """As every program of this machine resolves it."""
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        # As bytes: a text would be encoded by a module that nobody may be allowed to load any more.
+        found = await asyncio.get_running_loop().run_in_executor(_lookups, _look_up, name.encode("ascii"))
     except socket.gaierror as error:
         if error.errno in (socket.EAI_NONAME, socket.EAI_NODATA):
             return []
@@ -357,6 +367,13 @@ async def _system_addresses(name: str) -> list[Address]:
     except UnicodeError:
         return []
     return list(dict.fromkeys(address_of(str(item[4][0])) for item in found))
+
+
+def _look_up(name: bytes) -> list[tuple[Any, ...]]:
+    return list(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+
+
+_lookups = ThreadPoolExecutor(_MOST_LOOKUPS, thread_name_prefix="lowtide-lookup")
 
 
 def _of_this_machine(address: Address) -> bool:

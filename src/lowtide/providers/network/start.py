@@ -33,16 +33,24 @@ class Served:
 async def start(provider: str, sandbox_id: str, pid: int, start_time: int, allow: Sequence[str]) -> Served:
     """Give the network of that process a way out, as far as the list goes. Returns when it works."""
     asked = json.dumps({"allow": list(allow), "pid": pid, "start_time": start_time})
-    answered = await asyncio.to_thread(_run, asked)
+    answered = await asyncio.to_thread(_run, asked, sandbox_id)
     if "why" in answered:
         raise _failure(provider, sandbox_id, answered)
     return Served(answered["pid"], answered["start_time"])
 
 
-def _run(asked: str) -> dict[str, Any]:
+def _run(asked: str, sandbox_id: str) -> dict[str, Any]:
     python = getattr(sys, "_base_executable", None) or sys.executable
     done = subprocess.run(
-        [python, "-I", "-S", "-c", _PROGRAM, _PACKAGES],
+        [
+            python,
+            "-I",
+            "-S",
+            "-c",
+            _PROGRAM,
+            _PACKAGES,
+            sandbox_id,
+        ],  # its id, for whoever reads a process list
         input=asked.encode(),
         capture_output=True,
         env={},

@@ -1,0 +1,1 @@
+"""An allow-list against somebody who tries: a small world in network namespaces, and attempts made in it."""

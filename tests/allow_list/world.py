@@ -1,0 +1,168 @@
+"""A small internet in two network namespaces: a machine that runs lowtide, and everything it could reach.
+
+Nothing leaves this computer: the namespaces are joined to each other and to nothing else, and end with their processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MACHINE, GATEWAY, NAMESERVER = "45.77.1.2", "45.77.1.1", "9.9.9.9"
+GOOD, OTHER, PRIVATE, METADATA = "93.184.216.34", "93.184.216.35", "10.1.2.3", "169.254.169.254"
+SHARED = "100.100.100.200"  # a cloud's metadata service that is not link-local
+PORTS = (22, 80, 443, 5432, 8443)
+NAMES = {
+    "good.example": [GOOD],
+    "evil.example": [OTHER],
+    "private.example": [PRIVATE],
+    "meta.example": [METADATA],
+    "shared.example": [SHARED],
+    "loop.example": ["127.0.0.1"],
+    "zero.example": ["0.0.0.0"],
+    "mixed.example": ["127.0.0.1", METADATA, GOOD],
+    "self.example": [MACHINE],
+}
+LOOPBACK_NAMES6 = {"mapped.example": "::ffff:127.0.0.1", "nat64.example": "64:ff9b::a9fe:a9fe"}
+
+
+def run_on_the_machine(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    """Run it on the machine of a world that is made for it. "{log}" in the command is where the world writes."""
+    with tempfile.TemporaryDirectory(prefix="ltw-") as folder:
+        os.chmod(folder, 0o755)
+        log = Path(folder, "log")
+        log.touch(0o644)
+        Path(folder, "resolv.conf").write_text(f"nameserver {NAMESERVER}\noptions timeout:1 attempts:2\n")
+        with _inhabited(log) as world:
+            inside = [
+                f"ip link add m0 type veth peer name w0 netns {world}",
+                f"ip addr add {MACHINE}/24 dev m0",
+                "ip link set lo up",
+                "ip link set m0 up",
+                f"nsenter -t {world} -n ip addr add {GATEWAY}/24 dev w0",
+                f"nsenter -t {world} -n ip link set w0 up",
+                f"ip route add default via {GATEWAY}",
+                f"mount --bind {folder}/resolv.conf /etc/resolv.conf",
+                'exec "$@"',
+            ]
+            return subprocess.run(
+                [
+                    "unshare",
+                    "-n",
+                    "-m",
+                    "sh",
+                    "-ec",
+                    "\n".join(inside),
+                    "sh",
+                    *(part.replace("{log}", str(log)) for part in command),
+                ],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=seconds,
+                check=False,
+            )
+
+
+@contextlib.contextmanager
+def _inhabited(log: Path) -> Iterator[int]:
+    command = ["unshare", "-n", sys.executable, "-m", "tests.allow_list.world", str(log)]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        yield process.pid
+    finally:
+        process.kill()
+        process.communicate()
+
+
+# ---------------------------------------------------------------- the world itself
+
+
+async def main(log: str) -> None:
+    for command in (
+        "ip link set lo up",
+        *(f"ip addr add {a}/32 dev lo" for a in (NAMESERVER, GOOD, OTHER, PRIVATE, METADATA, SHARED)),
+    ):
+        subprocess.run(command.split(), check=True)
+    loop = asyncio.get_running_loop()
+
+    def write(**details: object) -> None:
+        with open(log, "a") as file:
+            file.write(json.dumps(details) + "\n")
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        address, port = writer.get_extra_info("sockname")[:2]
+        with contextlib.suppress(ConnectionError):
+            if port == 22:
+                writer.write(b"SSH-2.0-world\r\n")
+            while data := await reader.read(1 << 16):
+                write(address=address, port=port, data=data.decode("latin-1"))
+                if port in (22, 5432):
+                    writer.write(data)
+                elif b"/big" in data:
+                    writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + bytes(30_000_000))
+                    await writer.drain()
+                    break
+                elif port == 80:
+                    body = f"world {address}".encode()
+                    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n"
+                    if b"/redirect" in data:
+                        head = (
+                            "HTTP/1.1 302 Found\r\nLocation: http://169.254.169.254/\r\nContent-Length: 0\r\n"
+                        )
+                        body = b""
+                    writer.write(head.encode() + b"\r\n" + body)
+                    if b"connection: close" in data.lower():
+                        break
+                else:
+                    writer.write(b"world")
+                await writer.drain()
+        writer.close()
+
+    class Names(asyncio.DatagramProtocol):
+        turns = 0
+
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            self.transport = transport
+
+        def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
+            labels, at = [], 12
+            while data[at]:
+                labels.append(data[at + 1 : at + 1 + data[at]].decode())
+                at += 1 + data[at]
+            (kind,) = struct.unpack_from(">H", data, at + 1)
+            name = ".".join(labels).lower()
+            write(query=name)
+            found = NAMES.get(name, [GOOD] if name.endswith(".wild.example") else [])
+            if name == "rebind.example":  # public for who looks once, inside for who looks again
+                self.turns += kind == 1
+                found = [GOOD] if self.turns == 1 else [METADATA]
+            packed = [socket.inet_aton(a) for a in found] if kind == 1 else []
+            if kind == 28 and name in LOOPBACK_NAMES6:
+                packed = [socket.inet_pton(socket.AF_INET6, LOOPBACK_NAMES6[name])]
+            code = 0 if found or name in LOOPBACK_NAMES6 else 3
+            head = data[:2] + struct.pack(">HHHHH", 0x8180 | code, 1, len(packed), 0, 0) + data[12 : at + 5]
+            answers = [struct.pack(">HHHIH", 0xC00C, kind, 1, 0, len(a)) + a for a in packed]
+            self.transport.sendto(head + b"".join(answers), addr)  # type: ignore[attr-defined]
+
+    for port in PORTS:
+        await asyncio.start_server(serve, "0.0.0.0", port)
+    await loop.create_datagram_endpoint(Names, local_addr=(NAMESERVER, 53))
+    print("ready", flush=True)
+    await asyncio.sleep(3600)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))
