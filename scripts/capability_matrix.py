@@ -24,6 +24,7 @@ MEANING = {
     Capability.NETWORK_NONE: '`network="none"`',
     Capability.NETWORK_FULL: '`network="full"`',
     Capability.NETWORK_ALLOW: "an allow-list of hosts",
+    Capability.NETWORK_PORTS: "an allow-list with ports",
     Capability.PORTS: "`url(port)`",
     Capability.SNAPSHOT: "snapshots",
     Capability.PAUSE: "pause and resume",

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from lowtide.providers.base import (
     TerminalSize,
     Url,
 )
+from lowtide.providers.network import policy
 
 if TYPE_CHECKING:
     from lowtide.providers.local import LocalProvider
@@ -60,9 +61,13 @@ class Backing:
         limits: Limits | None = None,
         ports: tuple[int, ...] = (),
         options: Any = None,
+        allow: Sequence[str] = (),
         counted: bool = True,
     ) -> str:
-        """A new sandbox with its own network, ready for commands. ResourceExhaustedError at the limit."""
+        """A new sandbox with its own network, ready for commands. ResourceExhaustedError at the limit.
+
+        Without an allow-list there is no way out of that network.
+        """
         if counted and self.count >= self.limit:
             raise ResourceExhaustedError(f"this emulator holds its limit of {self.limit} sandboxes")
         if self._closing:
@@ -75,7 +80,7 @@ class Backing:
             command=command,
             environment=environment or {},
             limits=limits or Limits(),
-            network=Network(mode=NetworkMode.NONE),
+            network=Network(mode=NetworkMode.ALLOW if allow else NetworkMode.NONE, allow=tuple(allow)),
             ports=ports,
             options=options,
         )
@@ -151,6 +156,15 @@ class Backing:
         finally:
             self._held.clear()
             await self.provider.aclose()
+
+
+def allowed(entries: Sequence[str]) -> tuple[str, ...]:
+    """The entries of a service's allow-list as ours. What only the service understands leads nowhere here."""
+    found = []
+    for text in entries:
+        with contextlib.suppress(ValueError):
+            found.append(policy.entry(text).text)
+    return tuple(found)
 
 
 async def destroy_all(directory: Path) -> bool:

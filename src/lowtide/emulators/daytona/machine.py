@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import posixpath
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lowtide.emulators.agent.client import Agent, AgentError
+from lowtide.emulators.backing import allowed
 from lowtide.emulators.daytona.answers import Refused
 from lowtide.emulators.guest import first_process, users_are_real
 from lowtide.errors import LowtideError
@@ -43,10 +44,14 @@ class Machine:
     def __init__(self, ground: Ground) -> None:
         self.ground = ground
 
-    async def boot(self, snapshot: str | None) -> str:
-        """A backing sandbox with Daytona's user and home."""
+    async def boot(self, snapshot: str | None, network: Mapping[str, Any]) -> str:
+        """A backing sandbox with Daytona's user and home, and the way out that its lists allow."""
         backing = self.ground.backing
-        made = await backing.create(snapshot=snapshot, command=first_process())
+        lists = [network.get(key) or "" for key in ("networkAllowList", "domainAllowList")]
+        allow = allowed([entry for text in lists for entry in text.split(",") if entry])
+        if network.get("networkBlockAll"):
+            allow = ()
+        made = await backing.create(snapshot=snapshot, command=first_process(), allow=allow)
         if snapshot is not None:  # what it was taken from has them already
             return made
         try:

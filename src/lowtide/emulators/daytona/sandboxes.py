@@ -126,7 +126,7 @@ class Sandboxes:
             if sandbox.sandbox_id not in self.table:
                 return
             try:
-                sandbox.backing_id = await self.machine.boot(sandbox.base)
+                sandbox.backing_id = await self.machine.boot(sandbox.base, sandbox.network)
                 await self._volumes.fill(self, sandbox)
             except LowtideError as error:
                 sandbox.error_reason = str(error)
@@ -178,7 +178,7 @@ class Sandboxes:
             else:
                 sandbox.cut = asyncio.Event()
                 sandbox.backing_id = await self.machine.boot(
-                    sandbox.layers[-1] if sandbox.layers else sandbox.base
+                    sandbox.layers[-1] if sandbox.layers else sandbox.base, sandbox.network
                 )
                 await self._volumes.fill(self, sandbox)
             sandbox.last_activity_at = self.ground.clock.now()

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from lowtide.emulators.agent.client import Agent, AgentError
+from lowtide.emulators.backing import allowed
 from lowtide.emulators.e2b import interpreter
 from lowtide.emulators.e2b.model import (
     DEFAULT_TIMEOUT_SECONDS,
@@ -72,7 +73,7 @@ class Sandboxes:
         now = round(self.ground.clock.now(), 3)  # what people get to see and send back
         timeout = checked_timeout(asked.get("timeout"))
         metadata = strings(asked.get("metadata"), "metadata")
-        backing = await self._make_backing(snapshot.backing_id if snapshot else None)
+        backing = await self._make_backing(snapshot.backing_id if snapshot else None, network)
         sandbox = Sandbox(
             sandbox_id=new_id("i"),
             template_id=snapshot.template if snapshot else TEMPLATES.get(alias, alias),
@@ -102,8 +103,11 @@ class Sandboxes:
         if sandbox.template_id == TEMPLATES["code-interpreter-v1"] and interpreter.available():
             sandbox.interpreter = interpreter.Interpreter(self.ground, self, sandbox)
 
-    async def _make_backing(self, snapshot: str | None) -> str:
-        return await self.ground.backing.create(snapshot=snapshot, command=first_process())
+    async def _make_backing(self, snapshot: str | None, network: dict[str, Any]) -> str:
+        # An allow-list is one only with everything else denied; without it the service allows all, and we nothing.
+        closed = "0.0.0.0/0" in (network.get("denyOut") or ())
+        allow = allowed(network.get("allowOut") or ()) if closed else ()
+        return await self.ground.backing.create(snapshot=snapshot, command=first_process(), allow=allow)
 
     async def fork(self, sandbox_id: str, count: int, timeout: float | None) -> list[Sandbox | Exception]:
         """Copies of a running sandbox's files, each with its own id and lifetime."""
@@ -115,7 +119,7 @@ class Sandboxes:
 
         async def one() -> Sandbox | Exception:
             try:
-                backing = await self._make_backing(copied)
+                backing = await self._make_backing(copied, source.network)
             except LowtideError as error:
                 return error
             now = self.ground.clock.now()
@@ -249,7 +253,7 @@ class Sandboxes:
         if sandbox.frozen:
             await self._freeze(sandbox, "CONT")
         else:
-            sandbox.backing_id = await self._make_backing(sandbox.paused_snapshot)
+            sandbox.backing_id = await self._make_backing(sandbox.paused_snapshot, sandbox.network)
             sandbox.paused_snapshot = None  # the new sandbox stands on it
             sandbox.boot_id, sandbox.settled = str(uuid.uuid4()), False
             self._start_interpreter(sandbox)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide import errors
 from lowtide.providers.base import LABEL_PREFIX, NetworkMode, SandboxSpec
 from lowtide.providers.daytona.options import DaytonaOptions
+from lowtide.providers.network.policy import Policy
 
 if TYPE_CHECKING:
     from daytona import CreateSandboxFromImageParams, CreateSandboxFromSnapshotParams
@@ -125,18 +126,26 @@ def _network(spec: SandboxSpec) -> dict[str, Any]:
         return {}
     if spec.network.mode is NetworkMode.NONE:
         return {"network_block_all": True}
-    ranges = [entry for entry in spec.network.allow if _is_range(entry)]
-    names = [entry for entry in spec.network.allow if not _is_range(entry)]
+    ranges, names = [], []
+    for entry in Policy.of(spec.network.allow).entries:
+        if entry.range is None:
+            names.append(entry.text)
+        elif entry.range.version == 4:
+            ranges.append(str(entry.range))
+        else:
+            raise errors.UnsupportedError(
+                f"Daytona's allow-list takes IPv4 ranges and names, not {entry.text}",
+                feature="network-allow of IPv6",
+                alternative="the host's name, or the local provider",
+                argument="network",
+                provider=PROVIDER,
+            )
     asked = {}
     if ranges:
-        asked["network_allow_list"] = ",".join(entry if "/" in entry else f"{entry}/32" for entry in ranges)
+        asked["network_allow_list"] = ",".join(ranges)
     if names:
         asked["domain_allow_list"] = ",".join(names)
     return asked or {"network_block_all": True}
-
-
-def _is_range(entry: str) -> bool:
-    return entry.replace(".", "").replace("/", "").isdigit() or ":" in entry
 
 
 def _whole(name: str, value: float | None, unit: int = 1) -> int | None:

@@ -143,17 +143,18 @@ class DockerProvider:
     # -- creating
 
     async def create(self, spec: SandboxSpec) -> SandboxInfo:
+        allow = spec.network.allow if spec.network is not None else ()
         with nothing_sent():
             client = await self.client()
-        image = spec.snapshot or spec.image or self._environ.get("LOWTIDE_DOCKER_IMAGE") or DEFAULT_IMAGE
-        allow = spec.network.allow if spec.network is not None else ()
-        if allow:
-            from lowtide.providers.docker import network
+            if allow:
+                from lowtide.providers.docker import network
 
-            network.check(self.endpoint)
+                network.check(self.endpoint)
+        image = spec.snapshot or spec.image or self._environ.get("LOWTIDE_DOCKER_IMAGE") or DEFAULT_IMAGE
         await Creation(self, client, spec, image).run()
         if allow:
-            await network.open_way(spec.lease_id, await self.inspect(spec.lease_id), allow)
+            with suppress(SandboxNotFoundError):  # its main command has ended already
+                await network.open_way(spec.lease_id, await self.inspect(spec.lease_id), allow)
         info = self._ours[spec.lease_id] = container.created_now(spec)
         return info
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide import errors
 from lowtide.providers.base import LABEL_PREFIX, NetworkMode, SandboxSpec
 from lowtide.providers.e2b.options import E2BOptions
+from lowtide.providers.network.policy import Policy
 
 if TYPE_CHECKING:
     from e2b import AsyncSandbox
@@ -84,8 +85,21 @@ def _network(spec: SandboxSpec, options: E2BOptions) -> dict[str, Any]:
     if spec.network.mode is NetworkMode.NONE:
         return {"allow_internet_access": False}
     if spec.network.mode is NetworkMode.ALLOW:
+        _check_ranges(spec.network.allow)
         return {"network": {"allow_out": [*spec.network.allow], "deny_out": [_ANYWHERE]}}
     return {"allow_internet_access": True}
+
+
+def _check_ranges(allow: tuple[str, ...]) -> None:
+    for entry in Policy.of(allow).entries:
+        if entry.range is not None and entry.range.version == 6:
+            raise errors.UnsupportedError(
+                f"E2B's allow-list takes IPv4 ranges and names, not {entry.text}",
+                feature="network-allow of IPv6",
+                alternative="the host's name, or the local provider",
+                argument="network",
+                provider="e2b",
+            )
 
 
 def _arguments_of(function: Any) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lowtide import Sandbox
-from lowtide.errors import SandboxFileError
+from lowtide.errors import SandboxFileError, UnsupportedError
 from lowtide.providers.base import Capability
 from lowtide.testing.conformance.base import (
     ANSWER_SECONDS,
@@ -94,6 +94,25 @@ class IsolationConformance(Conformance):
         box = make_sandbox(network="none")
         box.exec(["sh", "-c", _CONNECT, "sh", str(listener.port)], timeout_seconds=60).result(ANSWER_SECONDS)
         assert listener.visitors == 0
+
+    @requires(Capability.NETWORK_ALLOW)
+    def test_with_an_allow_list_neither_this_machine_nor_metadata_is_reached(
+        self, make_sandbox: Callable[..., Sandbox], listener: Listener
+    ) -> None:
+        try:
+            box = make_sandbox(network=["192.0.2.1", "allowed.invalid", "*.below.invalid"])
+        except UnsupportedError as error:
+            pytest.skip(str(error))  # the provider can, this machine or user cannot; nothing was made
+        box.exec(["sh", "-c", _CONNECT, "sh", str(listener.port)], timeout_seconds=60).result(ANSWER_SECONDS)
+        assert listener.visitors == 0
+        if box.exec(["sh", "-c", "command -v python3"]).result(ANSWER_SECONDS).returncode != 0:
+            pytest.skip("no Python in this sandbox to try with")
+        code = (
+            "import socket\nfor host in ('169.254.169.254', '10.255.255.1', 'localhost.invalid'):\n"
+            "  try: socket.create_connection((host, 80), 5).recv(1) and print('in')\n"
+            "  except OSError: pass"
+        )
+        assert "in\n" not in box.exec(["python3", "-c", code]).result(ANSWER_SECONDS).stdout
 
     @requires(Capability.NETWORK_NONE)
     def test_an_abstract_socket_of_this_machine_is_not_reached(
