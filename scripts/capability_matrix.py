@@ -25,6 +25,7 @@ MEANING = {
     Capability.NETWORK_FULL: '`network="full"`',
     Capability.NETWORK_ALLOW: "an allow-list of hosts",
     Capability.NETWORK_PORTS: "an allow-list with ports",
+    Capability.GVISOR: '`isolation="gvisor"`, where its runtime is installed',
     Capability.PORTS: "`url(port)`",
     Capability.SNAPSHOT: "snapshots",
     Capability.PAUSE: "pause and resume",

@@ -33,6 +33,7 @@ _INSTEAD = {
     Capability.NETWORK_FULL: "leave network out",
     Capability.NETWORK_ALLOW: "use network='none' or network='full'",
     Capability.NETWORK_PORTS: "name the host or range without a port, or use the local provider",
+    Capability.GVISOR: "use docker or kubernetes with gVisor's runtime (runsc), or a provider with machines of its own",
     Capability.PORTS: "talk to the program through exec() and files",
     Capability.SNAPSHOT: "download() what you need and upload() it into the next sandbox",
     Capability.PAUSE: "snapshot() and start from it later, or leave it running",
@@ -80,6 +81,8 @@ def _asked_for(settings: SandboxDefaults) -> list[tuple[str, Capability]]:
 
             if any(entry.port is not None for entry in Policy.of(network.allow).entries):
                 asked.append(("network", Capability.NETWORK_PORTS))
+    if settings.isolation is not None:
+        asked.append(("isolation", Capability.GVISOR))
     if settings.resources is not None:
         limits = validate.resources("resources", settings.resources)
         for value, capability in (

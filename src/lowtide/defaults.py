@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from lowtide.lifecycle.lease import Keep
-    from lowtide.providers.base import Limits, Network, Provider
+    from lowtide.providers.base import Isolation, Limits, Network, Provider
 
 
 class SandboxOptions(TypedDict, total=False):
@@ -35,6 +35,7 @@ class SandboxOptions(TypedDict, total=False):
     tags: Sequence[str] | None
     resources: Mapping[str, Any] | Limits | None
     network: str | Sequence[str] | Mapping[str, Any] | Network | None
+    isolation: str | Isolation | None
     ports: Sequence[int] | None
     max_lifetime_seconds: float | None
     keep: str | Keep | None
@@ -65,6 +66,8 @@ class SandboxDefaults:
     """``{"limits": {"cpu": "1", "memory": "256Mi", "pids": 64, "disk": "1Gi"}}``; the inner part alone will do."""
     network: str | Sequence[str] | Mapping[str, Any] | Network | None = None
     """``"none"``, ``"full"`` or ``{"allow": ["example.org", "10.0.0.0/8"]}``; None is the provider's default."""
+    isolation: str | Isolation | None = None
+    """``"gvisor"``: a kernel of the sandbox's own in front of the machine's; None is the provider's own wall."""
     ports: Sequence[int] | None = None
     """Ports that `Sandbox.url` will be asked for."""
     max_lifetime_seconds: float | None = None
@@ -140,6 +143,7 @@ _CHECKS = {
     "tags": validate.tags,
     "resources": validate.resources,
     "network": validate.network,
+    "isolation": validate.isolation,
     "ports": validate.ports,
     "max_lifetime_seconds": validate.seconds,
     "keep": validate.keep,

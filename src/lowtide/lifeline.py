@@ -327,6 +327,9 @@ def specification(settings: SandboxDefaults, provider: Provider, lease: Lease) -
         environment=dict(settings.environment_variables),
         limits=validate.resources("resources", resources) if resources is not None else Limits(),
         network=validate.network("network", network) if network is not None else None,
+        isolation=validate.isolation("isolation", settings.isolation)
+        if settings.isolation is not None
+        else None,
         ports=tuple(settings.ports or ()),
         lifetime_seconds=settings.max_lifetime_seconds,
         options=validate.provider_options(type(provider), settings.provider_options),

@@ -18,7 +18,7 @@ from lowtide.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from lowtide.lifecycle.lease import Keep
-    from lowtide.providers.base import Limits, Network, Provider
+    from lowtide.providers.base import Isolation, Limits, Network, Provider
 
 _TAG = re.compile(r"[A-Za-z0-9._-]*[A-Za-z0-9]")
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)([A-Za-z]*)")
@@ -164,6 +164,17 @@ def _quantity(argument: str, value: Any) -> tuple[float, str]:
 
 def _whole(value: float | None) -> int | None:
     return None if value is None else int(value)
+
+
+def isolation(argument: str, value: Any) -> Isolation:
+    """The word for a stronger wall than the provider's own."""
+    from lowtide.providers.base import Isolation
+
+    try:
+        return Isolation(value)
+    except ValueError:
+        known = ", ".join(repr(word.value) for word in Isolation)
+        refuse(argument, f"must be {known}, or left out for the provider's own, not {value!r}")
 
 
 def network(argument: str, value: Any) -> Network:

@@ -67,6 +67,9 @@ _CREATION = (
     click.option(
         "--network", "-n", metavar="N", help="none, full, or hosts and CIDRs to allow, separated by commas."
     ),
+    click.option(
+        "--isolation", type=click.Choice(["gvisor"]), help="A stronger wall than the provider's own."
+    ),
     environment_option,
     workdir_option,
     click.option("--cpu", metavar="N", help="CPU limit: 0.5, 2, 500m."),
@@ -95,6 +98,7 @@ def creation_arguments(
     keep: str | None,
     keep_for: float | None,
     network: str | None,
+    isolation: str | None,
     environment: tuple[str, ...],
     workdir: str | None,
     cpu: str | None,
@@ -113,6 +117,7 @@ def creation_arguments(
         "keep": keep,
         "keep_for_seconds": keep_for,
         "network": _network(network),
+        "isolation": isolation,
         "environment_variables": variables(environment) or None,
         "working_dir": workdir,
         "resources": {"limits": {name: value for name, value in limits.items() if value is not None}}

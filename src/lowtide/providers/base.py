@@ -42,6 +42,7 @@ class Capability(enum.StrEnum):
     NETWORK_FULL = "network-full"
     NETWORK_ALLOW = "network-allow"  # an allow-list of hosts or CIDRs
     NETWORK_PORTS = "network-ports"  # its entries may name a port
+    GVISOR = "gvisor"  # isolation="gvisor": a kernel of the sandbox's own, in front of the machine's
     PORTS = "ports"  # url(port)
     SNAPSHOT = "snapshot"
     PAUSE = "pause"
@@ -91,6 +92,12 @@ class SandboxState(enum.StrEnum):
     def terminal(self) -> bool:
         """Whether it is over: nothing will run in it again."""
         return self in (SandboxState.COMPLETED, SandboxState.FAILED, SandboxState.GONE)
+
+
+class Isolation(enum.StrEnum):
+    """A stronger wall than the provider's own."""
+
+    GVISOR = "gvisor"
 
 
 class NetworkMode(enum.StrEnum):
@@ -168,6 +175,7 @@ class SandboxSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     limits: Limits = Limits()
     network: Network | None = None  # None: the provider's default
+    isolation: Isolation | None = None  # None: the provider's own
     ports: tuple[int, ...] = ()
     lifetime_seconds: float | None = None
     options: Any = None

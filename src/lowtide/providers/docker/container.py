@@ -14,6 +14,7 @@ from lowtide.providers.docker.options import DockerOptions
 from lowtide.providers.network.names import NAMESERVER
 
 DEFAULT_PIDS = 4096
+GVISOR_RUNTIME = "runsc"
 LIFETIME_LABEL = "lowtide-docker-lifetime"
 
 
@@ -52,8 +53,8 @@ def create_body(spec: SandboxSpec, image: str, *, volume: str, publish: bool) ->
         host["Dns"] = [str(NAMESERVER)]
     if options.tmpfs:
         host["Tmpfs"] = dict(options.tmpfs)
-    if options.runtime:
-        host["Runtime"] = options.runtime
+    if spec.isolation is not None or options.runtime:
+        host["Runtime"] = GVISOR_RUNTIME if spec.isolation is not None else options.runtime
     if options.shm_bytes:
         host["ShmSize"] = options.shm_bytes
     if limits.memory_bytes:

@@ -32,7 +32,7 @@ from lowtide.providers.base import (
     Url,
     nothing_sent,
 )
-from lowtide.providers.docker import container, endings, files, images
+from lowtide.providers.docker import container, endings, files, images, runtimes
 from lowtide.providers.docker.channel import ChannelFull, ChannelProcess
 from lowtide.providers.docker.channels import Channels
 from lowtide.providers.docker.client import EngineClient, RawStream, checked_id
@@ -67,6 +67,7 @@ class DockerProvider:
             Capability.NETWORK_FULL,
             Capability.NETWORK_ALLOW,  # where the engine is on this machine, for root
             Capability.NETWORK_PORTS,
+            Capability.GVISOR,  # where the engine knows its runtime
             Capability.PORTS,
             Capability.SNAPSHOT,
             Capability.PAUSE,
@@ -146,6 +147,8 @@ class DockerProvider:
         allow = spec.network.allow if spec.network is not None else ()
         with nothing_sent():
             client = await self.client()
+            if spec.isolation is not None:
+                await runtimes.check_gvisor(client, spec)
             if allow:
                 from lowtide.providers.docker import network
 

@@ -78,6 +78,12 @@ def check(spec: SandboxSpec) -> None:
         raise _unsupported(
             "disk-limit", "KubernetesOptions(ephemeral_storage_bytes=…), which ends the pod above it"
         )
+    if spec.isolation is not None and options_of(spec).runtime_class not in (None, spec.isolation.value):
+        raise ValidationError(
+            f"isolation={spec.isolation.value!r} is a runtime class, and provider_options name another",
+            argument="isolation",
+            provider="kubernetes",
+        )
     if spec.network is not None and spec.network.mode is NetworkMode.ALLOW:
         raise _unsupported("network-allow", "network='none' or 'full', and a NetworkPolicy of your own")
 
@@ -125,7 +131,7 @@ def pod(spec: SandboxSpec, *, default_image: str) -> Json:
     if spec.lifetime_seconds is not None:
         body["activeDeadlineSeconds"] = min(MAX_LIFETIME_SECONDS, max(1, math.ceil(spec.lifetime_seconds)))
     for field, value in (
-        ("runtimeClassName", options.runtime_class),
+        ("runtimeClassName", spec.isolation.value if spec.isolation is not None else options.runtime_class),
         ("priorityClassName", options.priority_class),
         ("serviceAccountName", options.service_account),
         ("nodeSelector", dict(options.node_selector)),

@@ -53,6 +53,7 @@ class KubernetesProvider:
             Capability.SIGNALS,
             Capability.CPU_LIMIT,
             Capability.MEMORY_LIMIT,
+            Capability.GVISOR,  # the runtime class of that name; a cluster without it refuses the pod
             Capability.NETWORK_NONE,  # by NetworkPolicy: the cluster's network plug-in enforces it
             Capability.NETWORK_FULL,
             Capability.PORTS,

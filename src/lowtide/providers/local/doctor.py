@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ def doctor(environ: Mapping[str, str] | None = None) -> list[Check]:
         _python(),
         *(_controller(name) for name in ("memory", "cpu", "pids")),
         _disk(),
+        _allow_list(),
+        _gvisor(),
     ]
 
 
@@ -102,6 +105,40 @@ def _namespace_fix() -> str:
     return (
         "in a container, run it with a seccomp profile that allows unshare and clone (docker run "
         "--security-opt seccomp=unconfined --security-opt systempaths=unconfined), or use another provider"
+    )
+
+
+def _allow_list() -> Check:
+    """Whether the kernel has nf_tables, which `network=[...]` redirects connections with."""
+    import socket
+
+    try:
+        socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 12).close()
+        ok = True
+    except OSError:
+        ok = False
+    return Check(
+        name="allow-list",
+        ok=ok,
+        why="the kernel has netfilter" if ok else "the kernel has no netfilter",
+        fix=None if ok else "modprobe nf_tables nft_redir",
+        needed=False,
+    )
+
+
+def _gvisor() -> Check:
+    """A wall this machine can have, though not by the local provider."""
+    found = shutil.which("runsc")
+    return Check(
+        name="gvisor",
+        ok=found is not None,
+        why=f"{found}: isolation='gvisor' through docker or kubernetes, once they know it"
+        if found
+        else "runsc is not installed; the walls here are namespaces, seccomp and control groups",
+        fix=None
+        if found
+        else "install gVisor (Debian: apt install runsc), then isolation='gvisor' with docker",
+        needed=False,
     )
 
 

@@ -42,6 +42,7 @@ ASKS: dict[Capability, dict[str, Any]] = {
     Capability.NETWORK_FULL: {"network": "full"},
     Capability.NETWORK_ALLOW: {"network": {"allow": ["192.0.2.1"]}},
     Capability.NETWORK_PORTS: {"network": {"allow": ["192.0.2.1:8080"]}},
+    Capability.GVISOR: {"isolation": "gvisor"},
     Capability.COMMAND: {"command": "sleep", "args": ["1"]},
     Capability.SNAPSHOT: {"snapshot": "some-snapshot"},
     Capability.PORTS: {"ports": [8080]},

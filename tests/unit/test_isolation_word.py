@@ -1,0 +1,45 @@
+"""isolation="gvisor": one word, checked before anything is made, and what it becomes on each provider."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowtide import Sandbox, SandboxDefaults, UnsupportedError, ValidationError
+from lowtide.providers.base import Isolation, Labels, SandboxSpec
+from lowtide.providers.docker import container
+from lowtide.providers.kubernetes import manifest
+from lowtide.providers.kubernetes.options import KubernetesOptions
+
+LABELS = Labels(lease_id="lease", ledger_id="ledger", owner="owner")
+
+
+def test_an_unknown_wall_is_refused() -> None:
+    with pytest.raises(ValidationError) as caught:
+        SandboxDefaults(isolation="chroot")
+    assert caught.value.argument == "isolation"
+    assert SandboxDefaults(isolation="gvisor").isolation is Isolation.GVISOR
+
+
+@pytest.mark.parametrize("provider", ["local", "e2b", "daytona"])
+def test_a_provider_without_it_is_named_before_anything_is_made(provider: str) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        Sandbox.run(provider=provider, isolation="gvisor")
+    assert (caught.value.provider, caught.value.feature) == (provider, "gvisor")
+    assert caught.value.alternative
+
+
+def test_on_docker_it_is_the_runtime() -> None:
+    spec = SandboxSpec(labels=LABELS, isolation=Isolation.GVISOR)
+    assert container.create_body(spec, "image", volume="v", publish=False)["HostConfig"]["Runtime"] == "runsc"
+    plain = container.create_body(SandboxSpec(labels=LABELS), "image", volume="v", publish=False)
+    assert "Runtime" not in plain["HostConfig"]
+
+
+def test_on_kubernetes_it_is_the_runtime_class() -> None:
+    spec = SandboxSpec(labels=LABELS, isolation=Isolation.GVISOR)
+    assert manifest.pod(spec, default_image="image")["spec"]["runtimeClassName"] == "gvisor"
+    twice = SandboxSpec(
+        labels=LABELS, isolation=Isolation.GVISOR, options=KubernetesOptions(runtime_class="kata")
+    )
+    with pytest.raises(ValidationError):
+        manifest.check(twice)
