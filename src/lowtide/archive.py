@@ -10,16 +10,16 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import shutil
 import stat
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, NamedTuple, cast
 
+from lowtide.trees.holes import finish, write_or_skip
 from lowtide.trees.tar import members, open_stream
+from lowtide.trees.walk import DIRECTORY, walk
 
 _BLOCK = 1 << 20
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -35,57 +35,75 @@ def pack(directory: str, write: Callable[[bytes], object]) -> Tree:
     """Write the content of `directory` as a tar stream. Links stay links; sockets and devices are skipped."""
     files = size = 0
     skipped: list[str] = []
-    with tarfile.open(mode="w|", fileobj=cast("IO[bytes]", _Sink(write)), bufsize=_BLOCK) as tar:
-        for path, name in _walk(directory):
-            info = tar.gettarinfo(path, name)
-            if info is None or not (info.isreg() or info.isdir() or info.issym() or info.islnk()):
-                skipped.append(name)
-                continue
-            info.uid = info.gid = 0
-            info.uname = info.gname = ""
-            if info.isreg():
-                with open(path, "rb") as file:
-                    tar.addfile(info, file)
-                files += 1
-                size += info.size
-            else:
-                tar.addfile(info)
-                files += info.islnk()
+    folders: list[str] = []
+    top = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with tarfile.open(mode="w|", fileobj=cast("IO[bytes]", _Sink(write)), bufsize=_BLOCK) as tar:
+            for entry in walk(top):
+                if entry.left:
+                    folders.pop()
+                    continue
+                name = "/".join((*folders, entry.name))
+                if entry.own >= 0:
+                    folders.append(entry.name)
+                path = os.path.join(directory, name)
+                info = tar.gettarinfo(path, name)
+                if info is None or not (info.isreg() or info.isdir() or info.issym() or info.islnk()):
+                    skipped.append(name)
+                    continue
+                info.uid = info.gid = 0
+                info.uname = info.gname = ""
+                if info.isreg():
+                    with open(path, "rb") as file:
+                        tar.addfile(info, file)
+                    files += 1
+                    size += info.size
+                else:
+                    tar.addfile(info)
+                    files += info.islnk()
+    finally:
+        os.close(top)
     return Tree(files, size, tuple(skipped))
 
 
 def unpack(chunks: Iterable[bytes], directory: str) -> Tree:
     """Unpack a tar stream into `directory`, which must be empty and ours alone. Raises tarfile.TarError."""
-    root = os.open(directory, _DIRECTORY)
+    root = os.open(directory, DIRECTORY)
+    unpacking = _Unpacking(root)
     try:
-        return _Unpacking(root).run(chunks)
+        return unpacking.run(chunks)
     finally:
+        unpacking.close()
         os.close(root)
 
 
 def merge(source: str, target: str) -> None:
     """Move what `source` holds into `target`, replacing files but following no link there."""
-    for entry in list(os.scandir(source)):
-        there = os.path.join(target, entry.name)
-        try:
-            mode: int | None = os.lstat(there).st_mode
-        except FileNotFoundError:
-            mode = None
-        if not entry.is_dir(follow_symlinks=False):
-            if mode is not None and stat.S_ISDIR(mode):
-                raise IsADirectoryError(f"{there} is a directory; a file was to take its place")
-            os.replace(entry.path, there)
-        elif mode is None:
-            os.rename(entry.path, there)
-        elif stat.S_ISDIR(mode):
-            merge(entry.path, there)
-        else:
-            raise NotADirectoryError(f"{there} is no directory; a directory was to take its place")
+    waiting = [(source, target)]
+    while waiting:
+        folder, into = waiting.pop()
+        for entry in list(os.scandir(folder)):
+            there = os.path.join(into, entry.name)
+            try:
+                mode: int | None = os.lstat(there).st_mode
+            except FileNotFoundError:
+                mode = None
+            if not entry.is_dir(follow_symlinks=False):
+                if mode is not None and stat.S_ISDIR(mode):
+                    raise IsADirectoryError(f"{there} is a directory; a file was to take its place")
+                os.replace(entry.path, there)
+            elif mode is None:
+                os.rename(entry.path, there)
+            elif stat.S_ISDIR(mode):
+                waiting.append((entry.path, there))
+            else:
+                raise NotADirectoryError(f"{there} is no directory; a directory was to take its place")
 
 
 class _Unpacking:
     def __init__(self, root: int) -> None:
         self._root = root
+        self._last: tuple[list[str], int] | None = None
         self._files = self._bytes = 0
         self._skipped: list[str] = []
         self._links: list[tuple[list[str], str]] = []
@@ -120,7 +138,9 @@ class _Unpacking:
             with self._directory(parts[:-1]) as parent:
                 fd = os.open(parts[-1], _NEW_FILE, 0o600, dir_fd=parent)
                 with open(fd, "wb") as file:
-                    shutil.copyfileobj(content, file, _BLOCK)
+                    while block := content.read(_BLOCK):
+                        write_or_skip(file, block)
+                    finish(file)
                     os.fchmod(fd, (member.mode & 0o777) | 0o600)
                     os.utime(fd, (member.mtime, member.mtime))
             self._files += 1
@@ -137,20 +157,36 @@ class _Unpacking:
     @contextlib.contextmanager
     def _directory(self, parts: list[str]) -> Iterator[int]:
         """The directory of that name, made where it is missing, reached without following a link."""
-        fd = os.dup(self._root)
+        start, known = (self._root, 0)
+        if (
+            self._last and parts[: len(self._last[0])] == self._last[0]
+        ):  # else a deep tree takes quadratic time
+            start, known = self._last[1], len(self._last[0])
+        fd = os.dup(start)
         try:
-            for part in parts:
+            for part in parts[known:]:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(part, 0o700, dir_fd=fd)
                 try:
-                    below = os.open(part, _DIRECTORY, dir_fd=fd)
+                    below = os.open(part, DIRECTORY, dir_fd=fd)
                 except OSError as error:
                     raise _LinkInTheWay(part) from error
                 os.close(fd)
                 fd = below
+            self._remember(parts, os.dup(fd))
             yield fd
         finally:
             os.close(fd)
+
+    def _remember(self, parts: list[str], fd: int) -> None:
+        if self._last is not None:
+            os.close(self._last[1])
+        self._last = (parts, fd)
+
+    def close(self) -> None:
+        if self._last is not None:
+            os.close(self._last[1])
+            self._last = None
 
     def _make_hard_link(self, parts: list[str], target: list[str]) -> None:
         if not target or ".." in target:
@@ -218,15 +254,3 @@ class _Sink(io.RawIOBase):
         block = bytes(cast("bytes", data))
         self._hand_on(block)
         return len(block)
-
-
-def _walk(directory: str) -> Iterator[tuple[str, str]]:
-    """(path, name inside the tree), parents first; links are not followed."""
-    waiting = [(directory, "")]
-    while waiting:
-        path, prefix = waiting.pop()
-        for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
-            name = f"{prefix}{entry.name}"
-            yield entry.path, name
-            if entry.is_dir(follow_symlinks=False):
-                waiting.append((entry.path, name + "/"))

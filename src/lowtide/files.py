@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import os
 import posixpath
-import shutil
 import stat as stat_modes
 import tarfile
 import tempfile
 import threading
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from lowtide import archive, source
@@ -26,10 +26,13 @@ from lowtide.operation import Operation
 from lowtide.providers import derived
 from lowtide.providers.base import DirectFiles, FileEntry, FileKind, Provider
 from lowtide.stream import StreamReader
+from lowtide.trees import holes
+from lowtide.trees.remove import remove_tree
 
 T = TypeVar("T")
 
 _CHUNK = 1 << 20
+_ASK_FROM = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +55,19 @@ async def absolute(life: Lifeline, provider: Provider, sandbox_id: str, path: st
     return base if path == "." else posixpath.join(base, path)
 
 
-async def read(provider: Provider, sandbox_id: str, path: str) -> bytes:
-    return b"".join([chunk async for chunk in provider.read_file(sandbox_id, path)])
+async def read(provider: Provider, sandbox_id: str, path: str, most: int | None) -> bytes:
+    found: list[bytes] = []
+    count, asked = 0, False
+    async for chunk in provider.read_file(sandbox_id, path):
+        count += len(chunk)
+        if most is not None and count > most:
+            raise _too_large(path, most, provider, sandbox_id)
+        if most is not None and count > _ASK_FROM and not asked:  # sooner than all of it is here
+            asked = True
+            if (await derived.files_of(provider).stat(sandbox_id, path)).size > most:
+                raise _too_large(path, most, provider, sandbox_id)
+        found.append(chunk)
+    return b"".join(found)
 
 
 async def write(provider: Provider, sandbox_id: str, path: str, content: bytes, mode: int | None) -> None:
@@ -200,7 +214,8 @@ async def _download_file(
     def keep(chunks: Iterable[bytes]) -> None:
         with open(fd, "wb", buffering=_CHUNK) as file:
             for chunk in chunks:
-                file.write(chunk)
+                holes.write_or_skip(file, chunk)
+            holes.finish(file)
 
     try:
         if isinstance(provider, DirectFiles):
@@ -246,8 +261,13 @@ async def _download_tree(provider: Provider, sandbox_id: str, remote: str, local
             sandbox_id=sandbox_id,
         ) from error
     finally:
-        await asyncio.shield(_in_thread(lambda: shutil.rmtree(scratch, ignore_errors=True)))
+        await asyncio.shield(_in_thread(lambda: _remove(scratch)))
     return Transfer(files=tree.files, bytes=tree.bytes, skipped=tree.skipped)
+
+
+def _remove(scratch: str) -> None:
+    with contextlib.suppress(OSError):
+        remove_tree(Path(scratch))
 
 
 def _is_directory(local: str) -> bool:
@@ -337,6 +357,16 @@ async def _in_thread(work: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name="lowtide-transfer", daemon=True).start()
     return await done
+
+
+def _too_large(path: str, most: int, provider: Provider, sandbox_id: str) -> SandboxFileError:
+    return SandboxFileError(
+        f"{path} is larger than {most} bytes, and read_file holds a file in memory: use download() or "
+        "read_file_streaming(), or say max_bytes",
+        path=path,
+        provider=provider.name,
+        sandbox_id=sandbox_id,
+    )
 
 
 def _verify(count: int, size: int, path: str, provider: Provider, sandbox_id: str) -> None:

@@ -23,11 +23,14 @@ class SandboxFiles:
 
     _life: Lifeline
 
-    def read_file(self, path: str, *, timeout_seconds: float | None = None) -> Operation[bytes]:
-        """The whole file. SandboxFileNotFoundError and its family."""
+    def read_file(
+        self, path: str, *, max_bytes: int | None = 1 << 30, timeout_seconds: float | None = None
+    ) -> Operation[bytes]:
+        """The whole file. SandboxFileNotFoundError and its family; SandboxFileError beyond `max_bytes` (None: no bound)."""
         from lowtide import files
 
-        return self._file_call(path, files.read, timeout_seconds)
+        most = None if max_bytes is None else validate.positive("max_bytes", max_bytes)
+        return self._file_call(path, lambda p, i, where: files.read(p, i, where, most), timeout_seconds)
 
     def write_file(
         self, path: str, data: bytes | str, *, mode: int | None = None, timeout_seconds: float | None = None

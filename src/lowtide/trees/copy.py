@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import stat
 
+from lowtide.trees.holes import copy_data
 from lowtide.trees.walk import DIRECTORY, Entry, Position, walk
 
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -96,7 +96,7 @@ def _copy_file(name: str, source: int, target: int) -> None:
             name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=target
         )
         try:
-            _copy_data(fd, into, info.st_size)
+            copy_data(fd, into)
             _attributes(fd, into)
             _own(into, info)
             os.utime(into, ns=(info.st_atime_ns, info.st_mtime_ns))
@@ -104,34 +104,6 @@ def _copy_file(name: str, source: int, target: int) -> None:
             os.close(into)
     finally:
         os.close(fd)
-
-
-def _copy_data(source: int, target: int, size: int) -> None:
-    at = 0
-    while at < size:
-        try:
-            start = os.lseek(source, at, os.SEEK_DATA)
-            end = os.lseek(source, start, os.SEEK_HOLE)
-        except OSError as error:
-            if error.errno == errno.ENXIO:
-                break  # only a hole is left
-            raise
-        while start < end:
-            count = _some(source, target, start, end - start)
-            if not count:
-                break
-            start += count
-        at = end
-    os.ftruncate(target, size)
-
-
-def _some(source: int, target: int, at: int, count: int) -> int:
-    try:
-        return os.copy_file_range(source, target, min(count, 1 << 30), at, at)
-    except OSError as error:
-        if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
-    return os.pwrite(target, os.pread(source, min(count, 1 << 20), at), at)
 
 
 def _attributes(source: int, target: int) -> None:

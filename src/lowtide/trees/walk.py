@@ -1,5 +1,7 @@
 """Walking a tree without following a link: of any depth, with few descriptors, whatever its paths are long.
 
+The spawner loads this file by its path: nothing is imported here that costs more than it needs.
+
 Hostile code may have made the tree and may still be changing it. Each directory is opened from its parent; a
 parent whose descriptor was given up is opened again as ``..`` and must be the one it was.
 """
@@ -9,23 +11,28 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
-from typing import NamedTuple
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MOST_OPEN = 64
 
 
-class Entry(NamedTuple):
+class Entry:
     """Something in a directory. A directory comes twice: before what is in it, and with `left` after that."""
 
-    parent: int
-    """The open directory that it is in."""
-    name: str
-    info: os.stat_result
-    own: int = -1
-    """A directory's own descriptor."""
-    left: bool = False
+    __slots__ = ("info", "left", "name", "own", "parent")
+
+    def __init__(
+        self, parent: int, name: str, info: os.stat_result, own: int = -1, left: bool = False
+    ) -> None:
+        self.parent, self.name, self.info = parent, name, info
+        """The open directory that it is in; what it is called there; what lstat says."""
+        self.own = own
+        """A directory's own descriptor, else -1."""
+        self.left = left
 
 
 class Position:
@@ -85,7 +92,7 @@ def walk(top: int) -> Iterator[Entry]:
                 continue
             way.pop()
             if own is not None:
-                yield own._replace(parent=position.above, own=position.fd, left=True)
+                yield Entry(position.above, own.name, own.info, position.fd, left=True)
                 position.leave()
     finally:
         position.close()

@@ -7,7 +7,6 @@ import ctypes
 import errno
 import lzma
 import os
-import shutil
 import stat
 import struct
 import tarfile
@@ -19,6 +18,7 @@ from lowtide.errors import LowtideError, ResourceExhaustedError
 from lowtide.providers.images.bounds import Budget
 from lowtide.providers.images.content import Content
 from lowtide.providers.images.documents import bad
+from lowtide.trees.holes import finish, write_or_skip
 from lowtide.trees.remove import remove_at
 from lowtide.trees.tar import members, open_stream
 
@@ -118,8 +118,9 @@ def _make(
         source = archive.extractfile(member)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(os.open(name, flags, 0o600, dir_fd=folder), "wb", buffering=0) as file:
-            if source is not None:
-                shutil.copyfileobj(source, file, _BLOCK)
+            while source is not None and (block := source.read(_BLOCK)):
+                write_or_skip(file, block)
+            finish(file)
             _own(file.fileno(), member, owner)
             os.fchmod(file.fileno(), mode)
             with contextlib.suppress(ValueError, OverflowError):  # a time that no file can have

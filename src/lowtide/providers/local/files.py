@@ -17,10 +17,10 @@ from lowtide import errors
 from lowtide.providers.base import FileEntry, FileKind
 from lowtide.providers.local.spawner_client import Message, Reply
 from lowtide.providers.local.waiting import readable
+from lowtide.trees.holes import copy_data
 
 _CHUNK = 1 << 20
 _PIPE_BYTES = 1 << 20
-_COPY_BYTES = 1 << 24  # so that a copy that is given up ends soon
 
 _CLASSES: dict[int, type[errors.SandboxFileError]] = {
     errno.ENOENT: errors.SandboxFileNotFoundError,
@@ -123,36 +123,11 @@ def _disk_errors(inside: Caller, path: str) -> Iterator[None]:
 
 
 async def copy(source: int, target: int) -> int:
-    """From one open file to the end of another, by the kernel, in a thread. Both stay open."""
+    """All of one open file into another, in a thread, holes as holes. Both stay open."""
     stopped = False
 
     def work() -> int:
-        copied = 0
-        by_range = True
-        while not stopped:
-            try:
-                if by_range:
-                    count = os.copy_file_range(source, target, _COPY_BYTES)
-                else:
-                    count = os.sendfile(target, source, None, _COPY_BYTES)
-            except OSError as error:
-                # Different filesystems, or one that has no such call.
-                if not by_range or error.errno not in (
-                    errno.EXDEV,
-                    errno.EINVAL,
-                    errno.EOPNOTSUPP,
-                    errno.ENOSYS,
-                ):
-                    raise
-                by_range = False
-                continue
-            if count == 0:
-                if by_range and copied == 0:  # /proc and its like say so although there is something
-                    by_range = False
-                    continue
-                break
-            copied += count
-        return copied
+        return copy_data(source, target, lambda: stopped)
 
     copying = asyncio.get_running_loop().run_in_executor(None, work)
     try:

@@ -26,8 +26,8 @@ def call_inside(message: Message, fds: Fds) -> int:
     It stays out of the sandbox's process namespace: nothing in there sees it or can touch it.
     """
     work = CALLS[message["call"]]
-    if message["call"] in ("read_tree", "write_tree"):
-        trees.load_tarfile()  # here and not inside, where it would come from the sandbox
+    if message["call"] in ("read_tree", "write_tree", "remove"):
+        trees.load(tar=message["call"] != "remove")  # here: inside, it would come from the sandbox
     pid = os.fork()
     if pid:
         return pid
@@ -137,17 +137,12 @@ def call_remove(message: Message, fds: Fds) -> None:
 
 
 def remove_tree(parent: int, name: str) -> None:
-    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-    try:
-        with os.scandir(fd) as found:
-            items = [(item.name, item.is_dir(follow_symlinks=False)) for item in found]
-        for child, folder in items:
-            if folder:
-                remove_tree(fd, child)
-            else:
-                os.unlink(child, dir_fd=fd)
-    finally:
-        os.close(fd)
+    top = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    for entry in trees.walk(top):
+        if entry.left:
+            os.rmdir(entry.name, dir_fd=entry.parent)
+        elif entry.own < 0:
+            os.unlink(entry.name, dir_fd=entry.parent)
     os.rmdir(name, dir_fd=parent)
 
 

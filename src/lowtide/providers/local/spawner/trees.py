@@ -17,10 +17,31 @@ tarfile: Any = None  # the module, once a tree was asked for
 Tree: Any = None
 
 
+walk: Any = None  # the same as everywhere else, once it was asked for
+LONGEST_PATH = 4096
+
+
+def load(tar: bool) -> None:
+    global walk
+    if walk is None:
+        walk = load_walk()
+    if tar and tarfile is None:
+        load_tarfile()
+
+
+def load_walk() -> Any:
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    package = os.path.dirname(os.path.abspath(__file__))
+    file = os.path.join(package, *[os.pardir] * 3, "trees", "walk.py")
+    spec: Any = spec_from_file_location("walk", file)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.walk
+
+
 def load_tarfile() -> None:
     global tarfile, Tree
-    if tarfile is not None:
-        return
     import tarfile as module
 
     # Names of users come from libraries that glibc would load inside, from the sandbox. Ids are enough.
@@ -45,38 +66,49 @@ def call_read_tree(message: Message, fds: Fds) -> None:
         os.fdopen(fds[2], "wb", buffering=1 << 18) as out,
         Tree.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT, errors="surrogateescape") as tar,
     ):
-        pack(tar, path, "", os.stat(path).st_dev)
+        pack(tar, path)
     send(fds[0], {"ok": True})
 
 
-def pack(tar: Any, path: str, inner: str, device: int) -> None:
-    with os.scandir(path) as found:
-        names = sorted(item.name for item in found)
-    for name in names:
-        full, arcname = f"{path}/{name}", f"{inner}/{name}" if inner else name
-        try:
-            info = os.lstat(full)
-            mode = info.st_mode
-            if stat.S_ISDIR(mode) and info.st_dev != device:
-                continue  # a mount: this machine's Python, /proc
-            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)):
-                continue
-            member = tar.gettarinfo(full, arcname)
-        except FileNotFoundError:
+def pack(tar: Any, path: str) -> None:
+    top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    folders: list[str] = []
+    device, elsewhere = os.fstat(top).st_dev, 0
+    for entry in walk(top):
+        if entry.left:
+            folders.pop()
+            elsewhere -= 1 if elsewhere else 0
             continue
-        if member is None:
-            continue
-        member.uid = member.gid = 0
-        if not member.isreg():
-            tar.addfile(member)
-            if member.isdir():
-                pack(tar, full, arcname, device)
-            continue
-        fd = open_regular(full, os.O_RDONLY | os.O_NOFOLLOW)
-        with os.fdopen(fd, "rb") as file:
-            size = os.fstat(fd).st_size
-            member.size = size
-            tar.addfile(member, Padded(file, size))
+        if entry.own >= 0:
+            folders.append(entry.name)
+        if elsewhere or (entry.own >= 0 and entry.info.st_dev != device):
+            elsewhere += 1 if entry.own >= 0 else 0
+            continue  # a mount: this machine's Python, /proc
+        pack_entry(tar, entry, "/".join(folders if entry.own >= 0 else [*folders, entry.name]))
+
+
+def pack_entry(tar: Any, entry: Any, name: str) -> None:
+    mode = entry.info.st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)):
+        return
+    if len(name) > LONGEST_PATH:
+        raise OSError(errno.ENAMETOOLONG, f"a path in it is longer than {LONGEST_PATH} characters")
+    os.fchdir(entry.parent)  # and no path: it may be longer than a path can be
+    try:
+        member = tar.gettarinfo(entry.name, name)
+    except FileNotFoundError:
+        return
+    if member is None:
+        return
+    member.uid = member.gid = 0
+    if not member.isreg():
+        tar.addfile(member)
+        return
+    fd = open_regular(entry.name, os.O_RDONLY | os.O_NOFOLLOW)
+    with os.fdopen(fd, "rb") as file:
+        size = os.fstat(fd).st_size
+        member.size = size
+        tar.addfile(member, Padded(file, size))
 
 
 class Padded:

@@ -1,0 +1,69 @@
+"""Files with holes: what was never written is not written again, whatever size the file claims."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from typing import IO
+
+_COPY_BYTES = 1 << 24  # so that a copy that is given up ends soon
+_NO_SUCH_CALL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+_ZEROS = bytes(1 << 20)
+
+
+def copy_data(source: int, target: int, given_up: Callable[[], bool] = lambda: False) -> int:
+    """All of an open file into an empty one, by the kernel. The bytes it has now, holes included."""
+    if os.fstat(source).st_size == 0:
+        return _copy_stream(source, target, given_up)  # /proc and its like say so although there is something
+    at = size = 0
+    while not given_up():
+        size = os.fstat(source).st_size  # asked first: what is added after that is not taken for a hole
+        try:
+            start = os.lseek(source, at, os.SEEK_DATA)
+            end = os.lseek(source, start, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                break  # only a hole is left, or nothing
+            raise
+        at = start
+        while at < end and not given_up():
+            count = _some(source, target, at, min(end - at, _COPY_BYTES))
+            if not count:
+                break
+            at += count
+        if at < end:
+            size = at  # it has become shorter meanwhile
+            break
+    os.ftruncate(target, max(at, size))
+    return max(at, size)
+
+
+def write_or_skip(file: IO[bytes], data: bytes) -> None:
+    """Write a block, or leave a hole where it is nothing but zeros. `finish` comes last."""
+    if data == _ZEROS[: len(data)]:
+        file.seek(len(data), os.SEEK_CUR)
+    else:
+        file.write(data)
+
+
+def finish(file: IO[bytes]) -> None:
+    """Make it as long as what was written or skipped."""
+    file.truncate(file.tell())
+
+
+def _some(source: int, target: int, at: int, count: int) -> int:
+    try:
+        return os.copy_file_range(source, target, count, at, at)
+    except OSError as error:
+        if error.errno not in _NO_SUCH_CALL:
+            raise
+    os.lseek(target, at, os.SEEK_SET)
+    return os.sendfile(target, source, at, count)
+
+
+def _copy_stream(source: int, target: int, given_up: Callable[[], bool]) -> int:
+    copied = 0
+    while not given_up() and (count := os.sendfile(target, source, None, _COPY_BYTES)):
+        copied += count
+    return copied
