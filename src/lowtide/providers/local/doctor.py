@@ -50,6 +50,7 @@ def doctor(environ: Mapping[str, str] | None = None) -> list[Check]:
         _disk(),
         _allow_list(),
         _gvisor(),
+        *_defaults(environ),
     ]
 
 
@@ -234,6 +235,29 @@ def _disk() -> Check:
     return Check(
         name="disk limit", ok=why is None, why=why or "a loop device for each", fix=fix, needed=False
     )
+
+
+def _defaults(environ: Mapping[str, str]) -> list[Check]:
+    """What all sandboxes together may use, and where that comes from."""
+    from lowtide.providers.local import bound, cgroups
+
+    found = bound.Bound.from_environment(environ)
+    checks = []
+    for what, attribute, controller in (("memory", "memory_bytes", "memory"), ("processes", "pids", "pids")):
+        value, source = getattr(found, attribute), found.sources[attribute]
+        place = cgroups.hierarchy(controller)
+        held = value is None or not isinstance(place, str)
+        why = f"{value if value is not None else 'none'} ({source})"
+        checks.append(
+            Check(
+                name=f"{what} of all sandboxes together",
+                ok=held,
+                why=why if held else f"{why}, but it cannot be held here: {place}",
+                fix=None if held else cgroups.FIX,
+                needed=False,
+            )
+        )
+    return checks
 
 
 def advice(why: str) -> str:

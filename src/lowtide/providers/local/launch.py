@@ -124,6 +124,7 @@ class Launch:
             "command": spec.command is not None,
             "working_dir": self.working_dir,
             "cgroups": [str(group.path) for group in self.groups],
+            "bound": [str(group.path) for group in self.workshop.bound],
             "pids": spec.limits.pids,
             "disk": self.client.translate(f"{place.path}/disk") if limited else None,
             "foundation": dict(self.foundation.record),

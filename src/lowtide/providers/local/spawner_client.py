@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,9 @@ class Reply:
 class SpawnerClient:
     """One spawner, started on first use and again when it has died."""
 
-    def __init__(self, configuration: Mapping[str, Any]) -> None:
-        self._configuration = configuration
+    def __init__(self, configuration: Mapping[str, Any], started: Callable[[int], None]) -> None:
+        """`started` is told its number before anything is asked of it, in a thread."""
+        self._configuration, self._started = configuration, started
         self._control: socket.socket | None = None
         self._configured = False
         self._pid = 0
@@ -101,6 +102,7 @@ class SpawnerClient:
             ours.setblocking(False)
             self._pid = _run_spawner(theirs.fileno())
             theirs.close()
+            joining = asyncio.get_running_loop().run_in_executor(None, self._started, self._pid)
             self._control = ours
             try:
                 with await self._ask({"op": "configure", **self._configuration}, []) as reply:
@@ -116,6 +118,7 @@ class SpawnerClient:
                     provider="local",
                     reason="setup",
                 )
+            await joining
             self.staged, self.idmapped = message["staged"], message["idmapped"]
             self._configured = True
         except BaseException:

@@ -12,7 +12,17 @@ from lowtide.errors import SandboxFailedError, SandboxUnavailableError
 from lowtide.providers.base import SandboxSpec
 from lowtide.providers.images.bounds import Bounds
 from lowtide.providers.images.store import ImageStore
-from lowtide.providers.local import bwrap, container_image, destroy, first, layers, python_trees, seccomp
+from lowtide.providers.local import (
+    bound,
+    bwrap,
+    cgroups,
+    container_image,
+    destroy,
+    first,
+    layers,
+    python_trees,
+    seccomp,
+)
 from lowtide.providers.local.foundation import Foundation
 from lowtide.providers.local.snapshots import SnapshotStore
 from lowtide.providers.local.spawner_client import SpawnerClient
@@ -43,6 +53,7 @@ class Workshop:
             functools.partial(container_image.in_use, home),
             Bounds.from_environment({**os.environ, **environ}),
         )
+        self.bound: list[cgroups.Group] = []
         self.snapshots = SnapshotStore(home / "snapshots", self.owner)
 
     async def start(self) -> SpawnerClient:
@@ -53,7 +64,9 @@ class Workshop:
 
     async def _start_once(self) -> SpawnerClient:
         if self.client is None:
-            self.bwrap = bwrap.find({**os.environ, **self._environ})
+            environ = {**os.environ, **self._environ}
+            self.bwrap = bwrap.find(environ)
+            self.bound = bound.Bound.from_environment(environ).groups(self.home)
             await asyncio.to_thread(self._prepare)
             program = first.program()
             self.client = SpawnerClient(
@@ -66,7 +79,9 @@ class Workshop:
                     "trees": ["/usr", *self._bwrap_tree()],
                     "readable_trees": python_trees.trees(),
                     "points": _STAGING_POINTS,
-                }
+                    "bound": [str(group.path) for group in self.bound],
+                },
+                functools.partial(bound.join, self.bound),
             )
         await self.client.start()
         return self.client

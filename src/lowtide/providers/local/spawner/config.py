@@ -11,6 +11,7 @@ class Config:
     base: int | None = None  # first id of the range the sandboxes run as; None: this user
     count: int = 65536
     own_pid_namespace: int = -1
+    bound: tuple[str, ...] = ()  # the groups around everything that it starts, itself included
     point: str = ""  # where trees are staged
     seccomp: bytes = b""
     elf_fd: int = -1

@@ -23,6 +23,14 @@ from .wire import Fds, Message, complain, receive
 INFO, NAMESPACE, SECCOMP, READY, SELF, STATUS, ARGS = 3, 4, 5, 6, 7, 8, 9
 KEPT = b"+"  # before the names of the sandbox's environment, as the outer bwrap holds it
 
+# Of 128 instances and some 10,000 watches or marks that a user has on the whole machine.
+COUNTERS = (
+    ("max_inotify_instances", b"32"),
+    ("max_inotify_watches", b"8192"),
+    ("max_fanotify_groups", b"8"),
+    ("max_fanotify_marks", b"1024"),
+)
+
 
 class Spare:
     """A process that waits to become the next sandbox's bwrap: forked, a child of init, with a user namespace.
@@ -71,9 +79,19 @@ def hold_namespace(holds: int) -> None:
         os.setresgid(config.base, config.base, config.base)
         os.setresuid(config.base, config.base, config.base)
     if libc.unshare(NEWUSER) == 0:
+        bound_counters()
         os.write(holds, b"1")
         while True:
             signal.pause()
+
+
+def bound_counters() -> None:
+    """In the new user namespace: what the kernel counts for a user, whom all sandboxes and their owner share."""
+    for name, most in COUNTERS:
+        try:
+            put(f"/proc/sys/user/{name}", most)
+        except OSError:
+            continue  # a kernel without it
 
 
 def take_namespace(between: int, holds: int) -> int:

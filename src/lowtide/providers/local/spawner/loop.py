@@ -16,7 +16,7 @@ from .commands import start_process, start_process_as_root
 from .config import config
 from .creation import Spare
 from .ending import terminate_tree
-from .kernel import SYS_CLOSE_RANGE, libc
+from .kernel import SYS_CLOSE_RANGE, libc, put
 from .porter import start_porter
 from .staging import configure, stage_more
 from .wire import Fds, Message, failure, receive, send
@@ -172,3 +172,12 @@ def main(fd: int) -> None:
     gc.disable()
     gc.freeze()
     Spawner(control).run()
+    leave_bound()
+
+
+def leave_bound() -> None:
+    """Take the groups away, unless sandboxes live on in them: whoever ends the last one finds them empty."""
+    for group in config.bound:
+        with contextlib.suppress(OSError):
+            put(f"{os.path.dirname(group)}/cgroup.procs", b"0")
+            os.rmdir(group)
