@@ -20,7 +20,16 @@ from lowtide import Sandbox
 
 ANSWER_SECONDS = 120.0
 PROVIDERS = ("local", "docker", "kubernetes")
-MODULES = ("process_one", "system_calls", "ways_out", "leaks", "beside_python", "lifetime")
+MODULES = (
+    "process_one",
+    "system_calls",
+    "ways_out",
+    "leaks",
+    "beside_python",
+    "lifetime",
+    "images",
+    "exhaustion",
+)
 
 _list: list[Attempt] = []
 
