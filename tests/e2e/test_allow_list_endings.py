@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -135,3 +136,15 @@ def test_an_engine_on_another_machine_is_refused_by_name() -> None:
 
     with pytest.raises(UnsupportedError, match="another machine"):
         network.check(resolve({"DOCKER_HOST": "tcp://engine.example:2375"}))
+
+
+@pytest.mark.parametrize("engine", [pytest.param("docker", marks=needs_docker)])
+def test_an_engine_without_gvisor_is_named_and_nothing_is_made(engine: str) -> None:
+    info = json.loads(
+        subprocess.run(["docker", "info", "-f", "{{json .Runtimes}}"], check=True, capture_output=True).stdout
+    )
+    if "runsc" in info:
+        pytest.skip("this engine has it")
+    with pytest.raises(UnsupportedError) as caught:
+        Sandbox.run(provider=engine, container_image=IMAGE, isolation="gvisor").exec(["true"]).result(60)
+    assert (caught.value.provider, caught.value.feature) == ("docker", "gvisor")

@@ -29,6 +29,7 @@ MODULES = (
     "lifetime",
     "images",
     "exhaustion",
+    "allow_list",
 )
 
 _list: list[Attempt] = []
