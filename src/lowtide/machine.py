@@ -117,6 +117,11 @@ def boot_id() -> str:
 
 def namespace() -> str:
     """Where process numbers and start times mean what they mean here: the pid and the time namespace."""
+    return _namespace_of(os.getpid())  # a process stays in its own; a forked child may be in another
+
+
+@cache
+def _namespace_of(pid: int) -> str:
     names = []
     for kind in ("pid", "time"):
         try:

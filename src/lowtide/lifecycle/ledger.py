@@ -6,6 +6,7 @@ transaction. A row is never deleted before its sandbox is confirmed gone.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
@@ -135,6 +136,7 @@ class SqliteLedger:
 
     def _open(self, new_id: str) -> str:
         try:
+            _make_if_missing(self.path)
             self._db = sqlite3.connect(self.path, timeout=0.02, isolation_level=None, check_same_thread=False)
             os.chmod(self.path, 0o600)
             ledger_id = self._set_up(new_id)
@@ -466,10 +468,25 @@ class SqliteLedger:
         elif "readonly" in text or "unable to open" in text:
             advice = "make it writable, or set LOWTIDE_HOME to a directory you can write"
         elif "not a database" in text or "malformed" in text:
-            advice = "it is damaged: keep it, set LOWTIDE_HOME to a new directory, and sweep each provider by its labels"
+            advice = "it is damaged: keep it, set LOWTIDE_HOME to a new directory, and run there for each provider: lowtide sweep --all-ledgers --provider NAME"
         else:
             advice = "if another process holds it, end that process"
         return LedgerError(f"cannot {what} the ledger {self.path}: {text}; {advice}", retryable=_busy(error))
+
+
+def _make_if_missing(path: Path) -> None:
+    """An empty file, without the log of one that was removed: processes that still hold that one share its log."""
+    if path.exists():
+        return
+    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # else one process would remove what another has just made
+        if not path.exists():
+            for rest in ("-wal", "-shm"):
+                Path(f"{path}{rest}").unlink(missing_ok=True)
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    finally:
+        os.close(lock)
 
 
 def _file(path: Path) -> tuple[int, int] | None:

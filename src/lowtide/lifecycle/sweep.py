@@ -2,7 +2,8 @@
 
 Only two things count as proof: a row of this ledger whose owner is dead (or whose keep or lifetime is
 over), or our full label set with this ledger's id on a sandbox whose lease is over. Everything else
-is left, and the finding says why. Never by name, never by age alone.
+is left, and the finding says why. Never by name, never by age alone. A row whose sandbox is not there any
+more is settled, whoever's it is.
 """
 
 from __future__ import annotations
@@ -15,17 +16,25 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from lowtide.errors import LowtideError
-from lowtide.lifecycle import keep
+from lowtide.lifecycle import keep, witness
 from lowtide.lifecycle.ending import another_account, end_lease, is_shown
 from lowtide.lifecycle.keep import Decision, Fate
 from lowtide.lifecycle.lease import Lease, LeaseState, Outcome
-from lowtide.lifecycle.ledger import Ledger
+from lowtide.lifecycle.ledger import OPEN_STATES, Ledger
 from lowtide.lifecycle.owner import Standing
+from lowtide.lifecycle.witness import Testimony
 from lowtide.providers.base import LABEL_PREFIX, Labels, Provider, SandboxInfo
 
 log = logging.getLogger("lowtide.sweep")
 
 AT_ONCE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Unseen:
+    """Nothing can be told about its owner from here."""
+
+    why: str
 
 
 class Action(enum.StrEnum):
@@ -95,6 +104,14 @@ class _Sweep:
         """A row of the ledger that is not settled."""
         provider = self.providers[lease.provider]
         verdict = self._verdict(lease, provider)
+        if isinstance(verdict, Unseen):
+            try:
+                async with asyncio.timeout(self.deadline_seconds):
+                    return await self._unseen(lease, provider, verdict.why)
+            except (LowtideError, TimeoutError) as error:
+                return _finding(
+                    Action.LEFT, lease, f"{verdict.why}; its provider could not be asked: {error}"
+                )
         if isinstance(verdict, str):
             return _finding(Action.LEFT, lease, verdict)
         try:
@@ -119,7 +136,25 @@ class _Sweep:
             return _finding(Action.LEFT, lease, report.why)
         return _finding(Action.ENDED, lease, verdict.why)
 
-    def _verdict(self, lease: Lease, provider: Provider) -> Decision | str:
+    async def _unseen(self, lease: Lease, provider: Provider, why: str) -> Finding:
+        """An owner that cannot be seen from here: only the provider can tell, and only that it is over."""
+        if provider.account != lease.account:  # that it does not show there proves nothing
+            return _finding(Action.LEFT, lease, f"{why}; it was made with another key than the one at hand")
+        sighting = await witness.ask(provider, lease)
+        if sighting.testimony is Testimony.NOT_THERE:
+            gone = "it is not there any more"
+            if self.dry_run:
+                return _finding(Action.WOULD_END, lease, f"{gone}: its row would be settled")
+            await self.ledger.change(
+                lease.lease_id, LeaseState.GONE, before=OPEN_STATES, owned_by=lease.owner, why=gone
+            )
+            return _finding(Action.ENDED, lease, f"{gone}: its row is settled")
+        ends = ""
+        if sighting.expires_at is not None:
+            ends = f"; its provider ends it in {max(0.0, sighting.expires_at - time.time()):.0f} s unless renewed"
+        return _finding(Action.LEFT, lease, f"{why}{ends}; or delete it by id: lowtide rm {lease.sandbox_id}")
+
+    def _verdict(self, lease: Lease, provider: Provider) -> Decision | Unseen | str:
         """The decision to end it, or why it is left."""
         now = time.time()
         if now - lease.created_at < self.older_than_seconds:
@@ -130,7 +165,9 @@ class _Sweep:
             return Decision(Fate.DESTROY, "the time it was kept for is over")
         verdict = lease.owner.verdict()
         if verdict.standing is Standing.UNKNOWN:
-            return f"{verdict.why}; sweep there, or delete it by id"
+            return Unseen(verdict.why)
+        if verdict.standing is Standing.RESTARTED and provider.traits.outlives_machine:
+            return Unseen(f"{verdict.why}, or goes on in a copy of it")
         if verdict.standing is Standing.ALIVE:
             return verdict.why
         failed = lease.state is not LeaseState.ENDING

@@ -7,10 +7,11 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from lowtide.errors import SandboxGone, SandboxNotFoundError
 from lowtide.lifecycle import clock, witness
 from lowtide.lifecycle.clock import Instant
 from lowtide.lifecycle.ending import extend
-from lowtide.lifecycle.lease import LEASE_SECONDS, Lease, renewal_seconds
+from lowtide.lifecycle.lease import LEASE_SECONDS, Lease, LeaseState, renewal_seconds
 from lowtide.lifecycle.ledger import SqliteLedger
 from lowtide.lifecycle.retries import Retries
 from lowtide.lifecycle.witness import Sighting, Testimony
@@ -62,12 +63,25 @@ class Upkeep:
 
     async def _renew_with(self, account: str, lease: Lease, sandbox_id: str) -> None:
         provider = self._workers.light(lease, account)
-        if provider is None:
-            await self._workers.renew(lease, account)
-            return
-        asked = Instant.now()
-        until = await extend(provider, sandbox_id, renewal_seconds(lease))
-        await self._ledger.note(lease.lease_id, "", expires_at=until, renewed=asked)
+        try:
+            if provider is None:
+                await self._workers.renew(lease, account)
+                return
+            asked = Instant.now()
+            until = await extend(provider, sandbox_id, renewal_seconds(lease))
+            await self._ledger.note(lease.lease_id, "", expires_at=until, renewed=asked)
+        except (SandboxNotFoundError, SandboxGone):
+            if account != lease.account:  # another key that does not show it proves nothing
+                raise
+            # Ended by its provider or by somebody: nothing is left to renew, nor to end.
+            await self._ledger.change(
+                lease.lease_id,
+                LeaseState.GONE,
+                before={LeaseState.LIVE},
+                owned_by=lease.owner,
+                why="it is not there any more",
+            )
+            log.warning("lease %s (%s): it is not there any more", lease.lease_id, lease.provider)
 
     async def renew(self, lease: Lease) -> None:
         key = "renew " + lease.lease_id

@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lowtide import isolated
-from lowtide.errors import AuthenticationError, LowtideError, MissingDependencyError
+from lowtide.errors import (
+    AuthenticationError,
+    LowtideError,
+    MissingDependencyError,
+    SandboxGone,
+    SandboxNotFoundError,
+)
 from lowtide.lifecycle import witness
 from lowtide.lifecycle.clock import Instant
 from lowtide.lifecycle.ending import end_lease, extend
@@ -123,6 +129,10 @@ class Workers:
 
     async def renew(self, lease: Lease, account: str | None = None) -> None:
         answer = await self._ask(lease, {"renew": lease.lease_id}, account)
+        if answer.get("gone"):
+            raise SandboxNotFoundError(
+                str(answer["gone"]), provider=lease.provider, sandbox_id=lease.sandbox_id
+            )
         if answer.get("error"):
             raise LowtideError(str(answer["error"]), provider=lease.provider, sandbox_id=lease.sandbox_id)
 
@@ -299,6 +309,8 @@ async def _do(
         asked = Instant.now()
         try:
             until = await extend(provider, lease.sandbox_id or "", renewal_seconds(lease))
+        except (SandboxNotFoundError, SandboxGone) as error:
+            return {"gone": str(error)}
         except AuthenticationError as error:
             return {"refused": str(error)}
         except LowtideError as error:

@@ -6,6 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
+from lowtide import machine
 from lowtide.errors import LowtideError
 from lowtide.providers.local import destroy
 from lowtide.providers.local.place import Place, ProcessMark, places, start_time
@@ -13,14 +14,18 @@ from lowtide.providers.local.place import Place, ProcessMark, places, start_time
 
 def own(home: Path) -> Path:
     """Where this process makes its rooms: named so that everybody can tell whether it lives."""
-    return home / "rooms" / f"{os.getpid()}.{start_time(os.getpid())}"
+    return home / "rooms" / f"{os.getpid()}.{start_time(os.getpid())}.{_namespace()}"
 
 
 def sweep(home: Path) -> None:
-    """Remove the rooms of processes that are gone."""
+    """Remove the rooms of processes that are gone. Those of other containers cannot be seen from here."""
     for directory in _directories(home):
-        pid, _, start = directory.name.partition(".")
-        if not (pid.isdigit() and start.isdigit()) or ProcessMark(int(pid), int(start)).alive():
+        pid, start, where = (*directory.name.split("."), _namespace())[:3]
+        if (
+            where != _namespace()
+            or not (pid.isdigit() and start.isdigit())
+            or ProcessMark(int(pid), int(start)).alive()
+        ):
             continue
         for place in places(directory):
             _remove(home, place)
@@ -39,6 +44,10 @@ def clear(home: Path, image: str) -> None:
             with contextlib.suppress(FileNotFoundError):
                 os.rename(place.path, claimed.path)
                 _remove(home, claimed)
+
+
+def _namespace() -> str:
+    return machine.namespace().replace("/", "-")
 
 
 def _directories(home: Path) -> list[Path]:
