@@ -20,6 +20,10 @@ from tests.crash.world import World
 ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="makes namespaces as root")
 
 
+LASTING_CONTAINER = (*pid_namespace(init=False), "sh", "-c", '"$@"; exec sleep 100', "init")
+"""Whose first process stays when the owner is gone, and with it the guardian in there."""
+
+
 def stays(condition: Callable[[], bool], seconds: float) -> None:
     """It holds from now on, for that long."""
     deadline = time.monotonic() + seconds
@@ -55,7 +59,7 @@ def sweep(world: World, *prefix: str, dry_run: bool = False) -> str:
 def test_owners_in_two_pid_namespaces_share_a_home_and_leave_each_other_alone(world: World) -> None:
     outside = world.start("hold", 2)
     outside.until("READY")
-    inside = world.start("hold", 2, within=pid_namespace())
+    inside = world.start("hold", 2, within=LASTING_CONTAINER)
     inside.until("READY")
     both = outside.made() | inside.made()
     until(lambda: world.log().count("watches") >= 2)  # each namespace has its own guardian
@@ -71,7 +75,7 @@ def test_owners_in_two_pid_namespaces_share_a_home_and_leave_each_other_alone(wo
     assert outside.made() <= world.existing()
     outside.kill()
     world.wait_until_clean()
-    inside.kill()
+    inside.end_place()
 
 
 @ROOT_ONLY
