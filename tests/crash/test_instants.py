@@ -85,7 +85,8 @@ def test_killed_with_the_request_in_flight(world: World) -> None:
     world.service.fault("create", hold_seconds=30)
     actor = world.start("hold", 1)
     while len(world.existing()) < 3:
-        pass
+        assert actor.process.poll() is None
+        time.sleep(0.01)
     actor.kill()
     world.wait_until_clean()
     assert not world.service.pending()

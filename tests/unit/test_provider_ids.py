@@ -16,6 +16,7 @@ NOWHERE = {
     "e2b": {"E2B_API_KEY": "e2b_" + "0" * 40, "E2B_API_URL": "http://127.0.0.1:9"},
     "daytona": {"DAYTONA_API_KEY": "key", "DAYTONA_API_URL": "http://127.0.0.1:9"},
 }
+SDK = {"docker": "aiodocker", "kubernetes": "kubernetes_asyncio", "e2b": "e2b", "daytona": "daytona"}
 KUBECONFIG = """
 apiVersion: v1
 kind: Config
@@ -28,6 +29,8 @@ users: [{name: nobody, user: {token: none}}]
 
 @pytest.fixture(params=sorted(NOWHERE))
 def provider(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Provider:
+    if request.param in SDK:
+        pytest.importorskip(SDK[request.param])
     environ = dict(NOWHERE[request.param])
     place = tmp_path_factory.mktemp("nowhere")
     (place / "kubeconfig").write_text(KUBECONFIG)
