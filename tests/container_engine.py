@@ -19,8 +19,9 @@ import pytest
 
 from lowtide.lifecycle.lease import new_lease_id
 from lowtide.providers.base import Labels, ProcessSpec, SandboxSpec
-from lowtide.providers.docker import DockerProvider, inside
+from lowtide.providers.docker import DockerProvider
 from lowtide.providers.docker.endpoint import resolve
+from lowtide.providers.inside.program import program
 
 IMAGE = os.environ.get("LOWTIDE_TEST_IMAGE", "lowtide-test:latest")
 DOCKER = resolve(os.environ).url
@@ -125,7 +126,7 @@ def import_bare_image(url: str, name: str) -> None:
     """An image that holds one static program and nothing else: no shell, no libc, no /etc."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as tar:
-        data = inside.program(os.uname().machine)
+        data = program(os.uname().machine)
         entry = tarfile.TarInfo("only")
         entry.size, entry.mode = len(data), 0o755
         tar.addfile(entry, io.BytesIO(data))

@@ -223,8 +223,14 @@ class RawStream(asyncio.Protocol):
             self._head += data
             end = self._head.find(b"\r\n\r\n")
             if end < 0:
+                if len(self._head) > HIGH_WATER:
+                    self._reject()
                 return
-            self._status = int(bytes(self._head[:end]).split(b" ", 2)[1])
+            words = bytes(self._head[:end]).split(b" ", 2)
+            if len(words) < 2 or not words[0].startswith(b"HTTP/") or not words[1].isdigit():
+                self._reject()
+                return
+            self._status = int(words[1])
             data = bytes(self._head[end + 4 :])
             self._head = None
             if self._status < 400:
@@ -259,6 +265,14 @@ class RawStream(asyncio.Protocol):
             else:
                 self._buffer += view[at:]
                 return
+
+    def _reject(self) -> None:
+        """What answers is no engine."""
+        if not self.upgraded.done():
+            self.upgraded.set_exception(
+                ConnectionResetError("what answers there does not speak the engine's API")
+            )
+        self.close()
 
     def _refused(self) -> None:
         import aiodocker

@@ -9,16 +9,22 @@ from typing import Any
 
 from lowtide.errors import UnsupportedError
 from lowtide.providers.base import Labels, NetworkMode, SandboxInfo, SandboxSpec, SandboxState
-from lowtide.providers.docker import inside
 from lowtide.providers.docker.options import DockerOptions
+from lowtide.providers.inside import program
 from lowtide.providers.network.names import NAMESERVER
 
 DEFAULT_PIDS = 4096
 GVISOR_RUNTIME = "runsc"
+DEFAULT_MEMORY_BYTES = 4 << 30
+NETWORK = "lowtide-full"
+"""For sandboxes with a network: they reach out, and not each other. Made once per engine, stays as a cache."""
+DIRECTORY = "/.lowtide"
+PROGRAM = f"{DIRECTORY}/inside"
+CACHE_LABEL = "lowtide-cache"
 LIFETIME_LABEL = "lowtide-docker-lifetime"
 
 
-def create_body(spec: SandboxSpec, image: str, *, volume: str, publish: bool) -> dict[str, Any]:
+def create_body(spec: SandboxSpec, image: str, *, volume: str, publish: bool, key: bytes) -> dict[str, Any]:
     """The create call's body: identity, lifetime and limits are all inside this one request."""
     options: DockerOptions = spec.options or DockerOptions()
     limits, network = spec.limits, spec.network
@@ -34,7 +40,7 @@ def create_body(spec: SandboxSpec, image: str, *, volume: str, publish: bool) ->
     lifetime = math.ceil(spec.lifetime_seconds) if spec.lifetime_seconds else 0
     host: dict[str, Any] = {
         "AutoRemove": True,
-        "NetworkMode": "bridge" if full else "none",
+        "NetworkMode": NETWORK if full else "none",
         "PidsLimit": limits.pids or DEFAULT_PIDS,
         "ReadonlyRootfs": options.read_only_root,
         "CapDrop": list(options.drop_capabilities),
@@ -57,19 +63,17 @@ def create_body(spec: SandboxSpec, image: str, *, volume: str, publish: bool) ->
         host["Runtime"] = GVISOR_RUNTIME if spec.isolation is not None else options.runtime
     if options.shm_bytes:
         host["ShmSize"] = options.shm_bytes
-    if limits.memory_bytes:
-        host["Memory"] = host["MemorySwap"] = limits.memory_bytes
+    host["Memory"] = host["MemorySwap"] = limits.memory_bytes or DEFAULT_MEMORY_BYTES
     if limits.cpu:
         host["NanoCpus"] = int(limits.cpu * 1e9)
     body: dict[str, Any] = {
         "Image": image,
         # Our PID 1 reaps, passes signals on and holds the lifetime: the engine's own --init could be
         # stopped beside it, and is not installed everywhere.
-        "Entrypoint": [inside.PROGRAM, "init", str(lifetime)],
+        "Entrypoint": [PROGRAM, "init", str(lifetime), "0"],
         "Cmd": list(spec.command or ()),
-        "Env": [f"{k}={v}" for k, v in spec.environment.items()],
+        "Env": [*(f"{k}={v}" for k, v in spec.environment.items()), f"{program.KEY}={key.hex()}"],
         "Labels": {**spec.labels.as_dict(), LIFETIME_LABEL: str(lifetime)},
-        "OpenStdin": True,  # how the lifetime is renewed
         "StopSignal": "SIGTERM",
         "Healthcheck": {"Test": ["NONE"]},
         "HostConfig": host,
@@ -90,10 +94,19 @@ def carrier_body(spec: SandboxSpec, image: str, *, volume: str) -> dict[str, Any
     """A container that is never started: through it the program gets into its volume."""
     return {
         "Image": image,
-        "Entrypoint": [inside.PROGRAM],
+        "Entrypoint": [PROGRAM],
         "Cmd": [],
         "Labels": spec.labels.as_dict(),
         "HostConfig": {"NetworkMode": "none", "Mounts": [volume_mount(volume, read_only=False)]},
+    }
+
+
+def network_body() -> dict[str, Any]:
+    return {
+        "Name": NETWORK,
+        "CheckDuplicate": True,
+        "Options": {"com.docker.network.bridge.enable_icc": "false"},
+        "Labels": {CACHE_LABEL: "network"},
     }
 
 
@@ -101,9 +114,9 @@ def volume_mount(volume: str, *, read_only: bool) -> dict[str, Any]:
     return {
         "Type": "volume",
         "Source": volume,
-        "Target": inside.DIRECTORY,
+        "Target": DIRECTORY,
         "ReadOnly": read_only,
-        "VolumeOptions": {"NoCopy": True, "Labels": {inside.CACHE_LABEL: "inside"}},
+        "VolumeOptions": {"NoCopy": True, "Labels": {CACHE_LABEL: "inside"}},
     }
 
 
@@ -141,7 +154,7 @@ def from_inspect(answer: Mapping[str, Any]) -> SandboxInfo | None:
             "oom"
             if state.get("OOMKilled")
             else "expired"
-            if code == inside.EXPIRED
+            if code == program.EXPIRED
             else state.get("Error") or "exited"
         )
     created = _time(answer.get("Created"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +15,11 @@ from lowtide.errors import (
     ValidationError,
 )
 from lowtide.providers.base import SandboxSpec, SandboxState
-from lowtide.providers.docker import container, images, inside
+from lowtide.providers.docker import container, images
+from lowtide.providers.docker.channel import key_of
 from lowtide.providers.docker.client import EngineClient
 from lowtide.providers.docker.options import DockerOptions, PullPolicy
+from lowtide.providers.inside import program
 
 if TYPE_CHECKING:
     from lowtide.providers.docker.provider import DockerProvider
@@ -27,14 +31,17 @@ class Creation:
     def __init__(self, provider: DockerProvider, client: EngineClient, spec: SandboxSpec, image: str) -> None:
         self._provider, self._client, self._spec, self._image = provider, client, spec, image
         self._options: DockerOptions = spec.options or DockerOptions()
+        self.key = program.new_key()
 
     async def run(self) -> None:
         import aiodocker
 
         client, spec, options, image = self._client, self._spec, self._options, self._image
         with client.translated(spec.lease_id):
-            volume = inside.volume_name(await client.architecture())
-            body = container.create_body(spec, image, volume=volume, publish=client.endpoint.local)
+            volume = f"lowtide-inside-{program.fingerprint(await client.architecture())}"
+            body = container.create_body(
+                spec, image, volume=volume, publish=client.endpoint.local, key=self.key
+            )
             if spec.snapshot:
                 try:
                     for key in await images.inherited_labels(client, spec.snapshot):
@@ -44,7 +51,7 @@ class Creation:
                         raise
             elif options.pull is PullPolicy.ALWAYS:
                 await self._provider.pull(image)
-            for attempt in range(3):
+            for attempt in range(4):
                 made = False
                 try:
                     await client.docker.containers.create(body, name=spec.lease_id)
@@ -59,7 +66,9 @@ class Creation:
                     elif _name_taken(error) and attempt < 2:
                         if await self._is_this():
                             break
-                    elif inside.PROGRAM in error.message and attempt < 2:
+                    elif container.NETWORK in error.message and attempt < 2:
+                        await self._make_network()
+                    elif container.PROGRAM in error.message and attempt < 2:
                         await self._fill_volume(volume)
                     else:
                         raise _not_started(error, spec) from error
@@ -87,6 +96,7 @@ class Creation:
             )
         if info is not None and info.state is SandboxState.PENDING:
             await self._start()
+        self.key = await key_of(self._provider, spec.lease_id)  # of that try
         return True
 
     async def _get_image(self) -> None:
@@ -107,6 +117,16 @@ class Creation:
             )
         await self._provider.pull(image)
 
+    async def _make_network(self) -> None:
+        """Once per engine. Somebody else may make it at the same time."""
+        import aiodocker
+
+        try:
+            await self._client.docker.networks.create(container.network_body())
+        except aiodocker.DockerError as error:
+            if error.status != 409 and "already" not in error.message:
+                raise
+
     async def _fill_volume(self, volume: str) -> None:
         """Once per engine and version of our program. The carrier has the lease's labels, so that a
         crash in between leaves nothing that a sweep would not find."""
@@ -116,9 +136,9 @@ class Creation:
             container.carrier_body(spec, self._image, volume=volume), name=name
         )
         try:
-            data = inside.volume_archive(await client.architecture())
+            data = _archive(program.program(await client.architecture()))
             request = client.stream(
-                "PUT", f"containers/{name}/archive", params={"path": inside.DIRECTORY}, data=data
+                "PUT", f"containers/{name}/archive", params={"path": container.DIRECTORY}, data=data
             )
             async with request as answer:
                 await answer.read()
@@ -130,6 +150,15 @@ class Creation:
 
         with suppress(aiodocker.DockerError):
             await self._client.container(name).delete(force=True, v=True)
+
+
+def _archive(data: bytes) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        entry = tarfile.TarInfo("inside")
+        entry.size, entry.mode = len(data), 0o111  # not to be read: who runs it cannot be looked into
+        tar.addfile(entry, io.BytesIO(data))
+    return out.getvalue()
 
 
 def _no_such_image(error: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.errors import LowtideError, SandboxGone, SandboxNotFoundError, SandboxUnavailableError
 from lowtide.providers.base import SandboxInfo, SandboxState
-from lowtide.providers.docker import inside
+from lowtide.providers.inside.program import EXPIRED
 
 if TYPE_CHECKING:
     from lowtide.providers.docker.provider import DockerProvider
@@ -30,26 +30,6 @@ async def explained(provider: DockerProvider, sandbox_id: str, error: LowtideErr
     elif "is paused" in words:
         return paused(sandbox_id)
     return error
-
-
-async def lost(provider: DockerProvider, sandbox_id: str, error: LowtideError) -> LowtideError:
-    """The connection broke. It does so a moment before the engine knows that a container has ended."""
-    for pause in (0.02, 0.05, 0.1, 0.2, 0.4, 0.0):
-        info = await _look(provider, sandbox_id)
-        if isinstance(info, LowtideError):
-            return info
-        if info.state.terminal:
-            return gone(sandbox_id, info.reason or await why_gone(provider, sandbox_id))
-        await asyncio.sleep(pause)
-    return error
-
-
-async def ended_with(provider: DockerProvider, sandbox_id: str, code: int) -> int | LowtideError:
-    """A command's exit code as the engine has it, unless it was the whole container that ended."""
-    info = await _look(provider, sandbox_id)
-    if isinstance(info, LowtideError):
-        return info
-    return gone(sandbox_id, info.reason or "exited") if info.state.terminal else code
 
 
 async def _look(provider: DockerProvider, sandbox_id: str) -> SandboxInfo | LowtideError:
@@ -108,4 +88,4 @@ async def how_it_ended(provider: DockerProvider, sandbox_id: str) -> tuple[str, 
 
 def how(code: int) -> str:
     """What the exit code of PID 1 says about the end of a sandbox; nothing inside can kill it."""
-    return {inside.EXPIRED: "expired", 137: "deleted"}.get(code, "exited")
+    return {EXPIRED: "expired", 137: "deleted"}.get(code, "exited")

@@ -21,7 +21,14 @@ from lowtide.errors import (
     ValidationError,
 )
 
-KEEP = ("DOCKER_HOST", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH", "DOCKER_CONFIG", "LOWTIDE_DOCKER_IMAGE")
+KEEP = (
+    "DOCKER_HOST",
+    "DOCKER_TLS",
+    "DOCKER_TLS_VERIFY",
+    "DOCKER_CERT_PATH",
+    "DOCKER_CONFIG",
+    "LOWTIDE_DOCKER_IMAGE",
+)
 """The variables with which another process reaches the same engine."""
 
 
@@ -35,6 +42,16 @@ class Endpoint:
     port: int | None = None
     cert_path: str | None = None
     """Where ca.pem, cert.pem and key.pem are, when TLS is on."""
+    verified: bool = True
+    """Whether the engine has to prove who it is."""
+
+    def environ(self) -> dict[str, str]:
+        """The variables that name it, whatever it was found by."""
+        named = {"DOCKER_HOST": self.url}
+        if self.cert_path is not None:
+            named["DOCKER_CERT_PATH"] = self.cert_path
+            named["DOCKER_TLS_VERIFY" if self.verified else "DOCKER_TLS"] = "1"
+        return named
 
     @property
     def local(self) -> bool:
@@ -44,33 +61,57 @@ class Endpoint:
     def ssl_context(self) -> ssl.SSLContext | None:
         if self.cert_path is None:
             return None
-        directory = Path(self.cert_path)
-        context = ssl.create_default_context(cafile=str(directory / "ca.pem"))
-        context.load_cert_chain(str(directory / "cert.pem"), str(directory / "key.pem"))
+        ca, cert, key = (Path(self.cert_path) / f"{name}.pem" for name in ("ca", "cert", "key"))
+        try:
+            context = ssl.create_default_context(cafile=str(ca) if ca.exists() else None)
+            if not self.verified:
+                context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            if cert.exists() or key.exists():
+                context.load_cert_chain(str(cert), str(key))
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            raise ValidationError(
+                f"the certificates in {self.cert_path} cannot be used ({error}): ca.pem, cert.pem and key.pem are "
+                "what DOCKER_CERT_PATH or the docker context holds",
+                argument="DOCKER_CERT_PATH",
+                provider="docker",
+            ) from error
         return context
 
 
 def resolve(environ: Mapping[str, str]) -> Endpoint:
     """DOCKER_HOST, else the current docker context, else the usual sockets of Docker and Podman."""
-    url = environ.get("DOCKER_HOST") or _from_context(environ)
-    if not url:
-        runtime = environ.get("XDG_RUNTIME_DIR", f"/run/user/{os.getuid()}")
-        usual = (
-            "/var/run/docker.sock",
-            f"{runtime}/docker.sock",
-            f"{runtime}/podman/podman.sock",
-            "/run/podman/podman.sock",
+    if environ.get("DOCKER_HOST"):
+        # As the docker command has it: any value means yes, also 0.
+        verified = bool(environ.get("DOCKER_TLS_VERIFY"))
+        certs = environ.get("DOCKER_CERT_PATH") or str(Path.home() / ".docker")
+        tls = verified or bool(environ.get("DOCKER_TLS")) or environ["DOCKER_HOST"].startswith("https:")
+        return _endpoint(
+            environ["DOCKER_HOST"], certs if tls else None, verified or not environ.get("DOCKER_TLS")
         )
-        url = "unix://" + next((path for path in usual if Path(path).is_socket()), usual[0])
-    parts = urlsplit(url)
+    context = _from_context(environ)
+    if context is not None:
+        return context
+    runtime = environ.get("XDG_RUNTIME_DIR", f"/run/user/{os.getuid()}")
+    usual = (
+        "/var/run/docker.sock",
+        f"{runtime}/docker.sock",
+        f"{runtime}/podman/podman.sock",
+        "/run/podman/podman.sock",
+    )
+    return _endpoint("unix://" + next((path for path in usual if Path(path).is_socket()), usual[0]), None)
+
+
+def _endpoint(url: str, certs: str | None, verified: bool = True) -> Endpoint:
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise _not_an_address(url) from error
     if parts.scheme == "unix":
         return Endpoint(url=url, socket_path=parts.path or parts.netloc)
     if parts.scheme in ("tcp", "http", "https") and parts.hostname:
-        tls = parts.scheme == "https" or environ.get("DOCKER_TLS_VERIFY", "") not in ("", "0")
-        certs = environ.get("DOCKER_CERT_PATH") or str(Path.home() / ".docker") if tls else None
-        return Endpoint(
-            url=url, host=parts.hostname, port=parts.port or (2376 if tls else 2375), cert_path=certs
-        )
+        port = port or (2376 if certs else 2375)
+        return Endpoint(url=url, host=parts.hostname, port=port, cert_path=certs, verified=verified)
     if parts.scheme == "ssh":
         raise UnsupportedError(
             f"the docker provider does not speak ssh ({url})",
@@ -79,26 +120,41 @@ def resolve(environ: Mapping[str, str]) -> Endpoint:
             feature="ssh",
             alternative="forward the socket (ssh -L /tmp/docker.sock:/var/run/docker.sock HOST) and set DOCKER_HOST=unix:///tmp/docker.sock",
         )
-    raise ValidationError(
+    raise _not_an_address(url)
+
+
+def _not_an_address(url: str) -> ValidationError:
+    return ValidationError(
         f"DOCKER_HOST is unix://PATH or tcp://HOST:PORT, not {url!r}",
         argument="DOCKER_HOST",
         provider="docker",
     )
 
 
-def _from_context(environ: Mapping[str, str]) -> str | None:
+def _from_context(environ: Mapping[str, str]) -> Endpoint | None:
+    """The engine of the docker command's context, with its certificates. One that is not there is an error."""
     directory = Path(environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
-    try:
-        name = environ.get("DOCKER_CONTEXT") or json.loads((directory / "config.json").read_text()).get(
-            "currentContext"
-        )
-        if not name or name == "default":
-            return None
-        meta = directory / "contexts" / "meta" / hashlib.sha256(name.encode()).hexdigest() / "meta.json"
-        host = json.loads(meta.read_text())["Endpoints"]["docker"]["Host"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    name = environ.get("DOCKER_CONTEXT")
+    if not name:
+        try:
+            name = json.loads((directory / "config.json").read_text()).get("currentContext")
+        except (OSError, ValueError, AttributeError):
+            return None  # no configuration, or one that is not the docker command's
+    if not name or name == "default":
         return None
-    return str(host) if host else None
+    place = hashlib.sha256(name.encode()).hexdigest()
+    try:
+        meta = json.loads((directory / "contexts" / "meta" / place / "meta.json").read_text())
+        engine = meta["Endpoints"]["docker"]
+        host, verified = str(engine["Host"]), not engine.get("SkipTLSVerify")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValidationError(
+            f"there is no docker context {name!r} in {directory}: `docker context ls` shows them, DOCKER_HOST goes before",
+            argument="DOCKER_CONTEXT",
+            provider="docker",
+        ) from error
+    certs = directory / "contexts" / "tls" / place / "docker"
+    return _endpoint(host, str(certs) if certs.is_dir() or host.startswith("https:") else None, verified)
 
 
 def fingerprint(endpoint: Endpoint) -> str:
@@ -143,7 +199,7 @@ def _engine_id(endpoint: Endpoint) -> str:
         if answer.headers.get("Libpod-Api-Version"):
             return "podman"  # Podman makes up a new id for each answer
         return str(json.loads(answer.read()).get("ID", ""))
-    except (OSError, ValueError, http.client.HTTPException) as error:
+    except (OSError, ValueError, AttributeError, http.client.HTTPException) as error:
         raise unreachable(endpoint, error) from error
     finally:
         connection.close()

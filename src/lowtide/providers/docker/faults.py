@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,50 +14,11 @@ from lowtide.errors import (
     ResourceExhaustedError,
     SandboxError,
     SandboxFailedError,
-    SandboxFileError,
-    SandboxFileExistsError,
-    SandboxFileNotFoundError,
-    SandboxIsADirectoryError,
-    SandboxNotADirectoryError,
     SandboxNotFoundError,
-    SandboxPermissionError,
     SandboxUnavailableError,
     ValidationError,
 )
 from lowtide.providers.docker.endpoint import Endpoint, unreachable
-
-_FILE_ERRORS: dict[int, type[SandboxFileError]] = {
-    errno.ENOENT: SandboxFileNotFoundError,
-    errno.EEXIST: SandboxFileExistsError,
-    errno.EISDIR: SandboxIsADirectoryError,
-    errno.ENOTDIR: SandboxNotADirectoryError,
-    errno.EACCES: SandboxPermissionError,
-    errno.EPERM: SandboxPermissionError,
-    errno.EROFS: SandboxPermissionError,
-}
-_FILE_WORDS = {
-    errno.ENOENT: "no such file or directory",
-    errno.EEXIST: "already exists",
-    errno.EISDIR: "is a directory",
-    errno.ENOTDIR: "is not a directory",
-    errno.EACCES: "permission denied",
-    errno.EPERM: "not permitted",
-    errno.EROFS: "read-only file system",
-    errno.ENOTEMPTY: "directory is not empty",
-    errno.EINVAL: "is not a regular file",
-    errno.ELOOP: "too many links",
-    errno.ENAMETOOLONG: "name is too long",
-    errno.EPIPE: "the transfer was cut short",
-}
-
-
-def file_error(number: int, path: str, sandbox_id: str) -> LowtideError:
-    """The error for a number that the program inside gave."""
-    words = _FILE_WORDS.get(number, errno.errorcode.get(number, f"error {number}"))
-    context: dict[str, Any] = {"provider": "docker", "sandbox_id": sandbox_id}
-    if number in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
-        return ResourceExhaustedError(f"{path}: the sandbox has no space left", **context)
-    return _FILE_ERRORS.get(number, SandboxFileError)(f"{path}: {words}", path=path, **context)
 
 
 @contextmanager

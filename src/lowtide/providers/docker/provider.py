@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -17,12 +17,10 @@ from lowtide.errors import (
     LowtideError,
     RequestTimeoutError,
     SandboxNotFoundError,
-    SandboxUnavailableError,
     ValidationError,
 )
 from lowtide.providers.base import (
     Capability,
-    FileEntry,
     ProcessSpec,
     Recovery,
     SandboxInfo,
@@ -32,15 +30,14 @@ from lowtide.providers.base import (
     Url,
     nothing_sent,
 )
-from lowtide.providers.docker import container, endings, files, images, runtimes
-from lowtide.providers.docker.channel import ChannelFull, ChannelProcess
-from lowtide.providers.docker.channels import Channels
-from lowtide.providers.docker.client import EngineClient, RawStream, checked_id
+from lowtide.providers.docker import container, endings, images, runtimes
+from lowtide.providers.docker.channel import ExecChannel, key_of, open_channel
+from lowtide.providers.docker.client import EngineClient, checked_id
 from lowtide.providers.docker.creation import Creation
 from lowtide.providers.docker.endpoint import KEEP, Endpoint, fingerprint, resolve
-from lowtide.providers.docker.forward import Forward
 from lowtide.providers.docker.options import DockerOptions
-from lowtide.providers.docker.process import ExecProcess
+from lowtide.providers.inside import Clients, InsideProcess
+from lowtide.providers.inside.calls import Calls
 
 if TYPE_CHECKING:
     from lowtide.providers.docker.images import PullProgress
@@ -48,7 +45,7 @@ if TYPE_CHECKING:
 DEFAULT_IMAGE = "python:3.11"
 
 
-class DockerProvider:
+class DockerProvider(Calls):
     """One container per sandbox. The sandbox id is the container's name, which is the lease id."""
 
     name: ClassVar[str] = "docker"
@@ -83,7 +80,7 @@ class DockerProvider:
     def __init__(self, endpoint: Endpoint, environ: Mapping[str, str]) -> None:
         self.endpoint = endpoint
         self._environ = {key: environ[key] for key in KEEP if environ.get(key)}
-        self._environ["DOCKER_HOST"] = endpoint.url
+        self._environ.update(endpoint.environ())
         self._account: str | None = None
         self._client: EngineClient | None = None
         self._pulls: dict[str, asyncio.Task[None]] = {}
@@ -92,8 +89,10 @@ class DockerProvider:
         self._watched: dict[str, asyncio.Task[None]] = {}
         self._ended: dict[str, SandboxInfo] = {}
         """How main processes of the caller's choice ended; the engine has removed them by then."""
-        self.channels = Channels(self)
-        self._forwards: dict[tuple[str, int], Forward] = {}
+        self._keys: dict[str, bytes] = {}
+        self.asleep: set[str] = set()
+        """Sandboxes this process has paused: nothing in them answers."""
+        super().__init__(Clients("docker", self._open_channel, self._key))
         self.on_pull: Callable[[PullProgress], None] | None = None
         """Told about each step of a pull."""
 
@@ -126,16 +125,14 @@ class DockerProvider:
         client = self._client
         if client is None or client.loop is not asyncio.get_running_loop():
             client = self._client = EngineClient(self.endpoint)
-            self._pulls, self._forwards, self._watched, self.channels = {}, {}, {}, Channels(self)
+            self._pulls, self._watched = {}, {}
+            self.begin_calls(Clients("docker", self._open_channel, self._key))
         return client
 
     async def aclose(self) -> None:
-        for forward in self._forwards.values():
-            forward.close()
         for task in (*self._watched.values(), *self._pulls.values()):
             task.cancel()
-        self.channels.close()
-        self._forwards.clear()
+        self.end_calls()
         self._watched.clear()
         client, self._client = self._client, None
         if client is not None and client.loop is asyncio.get_running_loop():
@@ -154,7 +151,9 @@ class DockerProvider:
 
                 network.check(self.endpoint)
         image = spec.snapshot or spec.image or self._environ.get("LOWTIDE_DOCKER_IMAGE") or DEFAULT_IMAGE
-        await Creation(self, client, spec, image).run()
+        creation = Creation(self, client, spec, image)
+        await creation.run()
+        self._keys[spec.lease_id] = creation.key
         if allow:
             with suppress(SandboxNotFoundError):  # its main command has ended already
                 await network.open_way(spec.lease_id, await self.inspect(spec.lease_id), allow)
@@ -307,94 +306,57 @@ class DockerProvider:
         )
 
     def _let_go(self, sandbox_id: str) -> None:
-        for key in [key for key in self._forwards if key[0] == sandbox_id]:
-            self._forwards.pop(key).close()
+        self.forget_calls(sandbox_id)
         self._ended.pop(sandbox_id, None)
-        self.channels.forget(sandbox_id)
+        self._keys.pop(sandbox_id, None)
+        self.asleep.discard(sandbox_id)
         task = self._watched.pop(sandbox_id, None)
         if task is not None:
             task.cancel()
 
-    # -- running
+    # -- the program inside
 
-    async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> ChannelProcess | ExecProcess:
-        if spec.tty is None and spec.user is None:
-            with suppress(ChannelFull):
-                return await self.channels.start(sandbox_id, spec)
-        client = await self.client()
-        process = ExecProcess(self, client, checked_id(sandbox_id), spec)
+    async def _open_channel(self, sandbox_id: str, first: bytes) -> ExecChannel:
+        return await open_channel(self, sandbox_id, first)
+
+    async def _key(self, sandbox_id: str) -> bytes:
         try:
-            with client.translated(sandbox_id):
-                await process.start()
-        except LowtideError as error:
-            raise await endings.explained(self, sandbox_id, error) from error.__cause__
-        return process
+            return self._keys.get(sandbox_id) or await key_of(self, sandbox_id)
+        except SandboxNotFoundError as error:
+            raise await endings.explained(self, sandbox_id, error) from error
 
-    # -- files
-
-    def read_file(self, sandbox_id: str, path: str) -> AsyncIterator[bytes]:
-        return files.read_file(self, sandbox_id, path)
-
-    async def write_file(
-        self,
-        sandbox_id: str,
-        path: str,
-        chunks: AsyncIterable[bytes],
-        *,
-        size: int | None = None,
-        mode: int | None = None,
-    ) -> int:
-        return await files.write_file(self, sandbox_id, path, chunks, size=size, mode=mode)
-
-    async def stat(self, sandbox_id: str, path: str) -> FileEntry:
-        return await files.stat(self, sandbox_id, path)
-
-    async def list_dir(self, sandbox_id: str, path: str) -> Sequence[FileEntry]:
-        return await files.list_dir(self, sandbox_id, path)
-
-    async def make_dir(self, sandbox_id: str, path: str) -> None:
-        await files.simple(self, sandbox_id, path, "mkdir", files.checked(path))
-
-    async def remove(self, sandbox_id: str, path: str, *, recursive: bool) -> None:
-        await files.simple(self, sandbox_id, path, "remove", files.checked(path), "r" if recursive else "-")
-
-    def read_tree(self, sandbox_id: str, path: str) -> AsyncIterator[bytes]:
-        return files.read_tree(self, sandbox_id, path)
-
-    async def write_tree(self, sandbox_id: str, path: str, chunks: AsyncIterable[bytes]) -> None:
-        await files.write_tree(self, sandbox_id, path, chunks)
+    async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> InsideProcess:
+        if sandbox_id in self.asleep:
+            raise endings.paused(sandbox_id)
+        client = await self.clients.get(sandbox_id)
+        starting = asyncio.ensure_future(client.start(spec))
+        try:
+            while not (await asyncio.wait([starting], timeout=10))[0]:
+                if (await self.get(sandbox_id)).state is SandboxState.PAUSED:
+                    raise endings.paused(sandbox_id)
+        finally:
+            if not starting.done():
+                starting.cancel()
+        return starting.result()
 
     # -- what Docker does beyond the primitives
 
     async def renew(self, sandbox_id: str, lifetime_seconds: float) -> datetime | None:
-        """Through PID 1's standard input, which nothing in the sandbox can write to."""
-        client = await self.client()
+        """PID 1 keeps the clock, and takes a new time only from who has the key."""
         seconds = max(1, math.ceil(lifetime_seconds))
         info = await self.get(sandbox_id)
         if info.state is not SandboxState.RUNNING:
             raise SandboxNotFoundError(
                 f"the sandbox is {info.state}", provider="docker", sandbox_id=sandbox_id
             )
-        stream = RawStream()
         try:
-            with client.translated(sandbox_id):
-                await client.attach(f"containers/{sandbox_id}/attach?stream=1&stdin=1&stdout=1", None, stream)
-                await stream.write(f"{seconds}\n".encode())
-                if sandbox_id not in self._watched:
-                    async with asyncio.timeout(10):
-                        said = b""
-                        while f"renewed {seconds}\n".encode() not in said:
-                            chunk = await stream.next()
-                            if chunk is None:
-                                raise SandboxUnavailableError(
-                                    "the new lifetime was not confirmed",
-                                    provider="docker",
-                                    sandbox_id=sandbox_id,
-                                )
-                            said += chunk[1]
-        finally:
-            stream.close()
-        return datetime.now(UTC) + timedelta(seconds=seconds)
+            async with asyncio.timeout(15):
+                granted = await (await self.clients.get(sandbox_id)).renew(seconds)
+        except TimeoutError as error:
+            raise RequestTimeoutError(
+                "the new lifetime was not confirmed", provider="docker", sandbox_id=sandbox_id
+            ) from error
+        return datetime.now(UTC) + timedelta(seconds=granted)
 
     async def snapshot(self, sandbox_id: str, name: str) -> str:
         await self.get(sandbox_id)  # ours, and there
@@ -411,23 +373,19 @@ class DockerProvider:
         if (await self.get(sandbox_id)).state is not SandboxState.PAUSED:
             with client.translated(sandbox_id):
                 await client.container(sandbox_id).pause()
-        self.channels.asleep.add(sandbox_id)
+        self.asleep.add(sandbox_id)
 
     async def resume(self, sandbox_id: str) -> None:
         client = await self.client()
         if (await self.get(sandbox_id)).state is SandboxState.PAUSED:
             with client.translated(sandbox_id):
                 await client.container(sandbox_id).unpause()
-        self.channels.asleep.discard(sandbox_id)
+        self.asleep.discard(sandbox_id)
 
     async def url(self, sandbox_id: str, port: int) -> Url:
         facts = await self.inspect(sandbox_id)
         if self.endpoint.local:
             for published in (facts.get("NetworkSettings", {}).get("Ports") or {}).get(f"{port}/tcp") or ():
                 return Url(url=f"http://127.0.0.1:{published['HostPort']}")
-        key = (sandbox_id, port)
-        forward = self._forwards.get(key)
-        if forward is None:
-            forward = self._forwards[key] = Forward(self, sandbox_id, port)
-            await forward.open()
-        return Url(url=f"http://{forward.address[0]}:{forward.address[1]}")
+        host, number = await self.forward(sandbox_id, port)
+        return Url(url=f"http://{host}:{number}")

@@ -1,8 +1,9 @@
-"""The program that goes into containers: what is committed is what its source builds."""
+"""The program inside: what is committed is what its source builds."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from lowtide.errors import UnsupportedError
-from lowtide.providers.docker import inside
-from lowtide.providers.docker.inside import build
+from lowtide.providers.inside import build
+from lowtide.providers.inside import program as inside
 
 COMPILER = "gcc 12"  # of Debian 12: others build the same program with other bytes
 
@@ -32,15 +33,27 @@ def test_the_committed_program_is_built_from_its_source(architecture: str, tmp_p
 def test_the_program_is_small_static_and_needs_nothing() -> None:
     data = inside.program("x86_64")
     assert data.startswith(b"\x7fELF")
-    assert len(data) < 32_768
+    assert len(data) < 40_960
+    assert len(inside.packed("x86_64")) < 131_072 // 4
     assert b"/lib64/ld-linux" not in data
 
 
-def test_an_engine_on_another_architecture_is_refused_by_name() -> None:
+def test_another_architecture_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="riscv64"):
         inside.program("riscv64")
 
 
-def test_each_version_of_the_program_has_its_own_volume() -> None:
-    assert inside.volume_name("amd64") == inside.volume_name("x86_64")
-    assert inside.volume_name("amd64") != inside.volume_name("arm64")
+def test_each_version_of_the_program_has_its_own_name() -> None:
+    assert inside.fingerprint("amd64") == inside.fingerprint("x86_64")
+    assert inside.fingerprint("amd64") != inside.fingerprint("arm64")
+
+
+def test_one_shell_line_brings_it_in(tmp_path: Path) -> None:
+    line = inside.shell_line(os.uname().machine, "nothing")
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    for _ in range(2):
+        done = subprocess.run(["sh", "-c", line], env=environ, capture_output=True, check=False)
+        assert (done.returncode, done.stderr) == (2, b"lowtide: not meant to be run by hand\n")
+    [path] = tmp_path.iterdir()
+    assert path.read_bytes() == inside.program(os.uname().machine)
+    assert path.stat().st_mode & 0o777 == 0o111

@@ -1,0 +1,27 @@
+"""What a provider gives: a pair of byte streams to the program inside."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+
+class Channel(Protocol):
+    """Bytes to the program and bytes from it, in order. It may break at any time and is opened anew then."""
+
+    async def send(self, data: bytes) -> None:
+        """Returns when more can be sent. Raises OSError (a LowtideError may be one) when it is broken."""
+        ...
+
+    async def receive(self) -> bytes:
+        """The next bytes, or b"" at the end, which may be a break: nothing is lost by it."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it now. Silent when it is gone already."""
+        ...
+
+
+Opener = Callable[[bytes], Awaitable[Channel]]
+"""Starts or finds the program and sends it these first bytes. Where a service starts it by a request of its
+own, they travel in that request, with the first command among them. Raises LowtideError."""

@@ -1,0 +1,47 @@
+"""The clients of one provider: one for each sandbox, made when it is first used."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from lowtide.providers.inside.channel import Channel
+from lowtide.providers.inside.client import Client
+
+
+class Clients:
+    """One per provider and event loop."""
+
+    def __init__(
+        self,
+        provider: str,
+        open_channel: Callable[[str, bytes], Awaitable[Channel]],
+        key: Callable[[str], Awaitable[bytes]],
+        *,
+        text: bool = False,
+    ) -> None:
+        self._provider, self._open_channel, self._key, self._text = provider, open_channel, key, text
+        self._clients: dict[str, Client] = {}
+
+    async def get(self, sandbox_id: str) -> Client:
+        client = self._clients.get(sandbox_id)
+        if client is None or not client.alive:
+            key = await self._key(sandbox_id)
+            client = self._clients.get(sandbox_id)  # somebody else may have asked meanwhile
+            if client is None or not client.alive:
+                client = self._clients[sandbox_id] = Client(
+                    lambda first: self._open_channel(sandbox_id, first),
+                    key=key,
+                    provider=self._provider,
+                    sandbox_id=sandbox_id,
+                    text=self._text,
+                )
+        return client
+
+    def forget(self, sandbox_id: str) -> None:
+        """It is ending: its channel breaks with it, and tells its commands then."""
+        self._clients.pop(sandbox_id, None)
+
+    def close(self) -> None:
+        for client in self._clients.values():
+            client.close()
+        self._clients.clear()

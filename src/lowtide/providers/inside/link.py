@@ -1,0 +1,330 @@
+"""A stream of bytes each way to the program inside, which outlives the channels it goes over.
+
+What was sent is kept until the other side has taken it, with its place in the stream. After a break the
+greeting says where each side is, so that no byte is lost and none comes twice. See `inside.c`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import secrets
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from lowtide.errors import (
+    LowtideError,
+    RequestTimeoutError,
+    ResourceExhaustedError,
+    SandboxUnavailableError,
+)
+from lowtide.providers.inside.channel import Channel, Opener
+
+HEAD = struct.Struct("<LQQ")
+GREETING = struct.Struct("<8s16sQBQ")
+WELCOME = struct.Struct("<8s16sQBL")
+MAGIC = b"LOWTIDE1"
+NEW, AGAIN, FORGOTTEN, REFUSED = range(4)
+
+PACKET = 32 * 1024
+WINDOW = 4 * 1024 * 1024
+"""The most that is under way: what the program can hold."""
+_TOLD = 256 * 1024  # taken before the other side hears of it, when nothing else is said
+_LONGEST_LINE = 64 * 1024
+BOUND_SECONDS = 100.0
+"""How long a channel may stay broken. The program waits a little longer before it forgets."""
+_GREETING_SECONDS = 30.0
+
+
+class Link:
+    """Bound to the event loop on which it is used first."""
+
+    def __init__(
+        self,
+        opener: Opener,
+        *,
+        key: bytes,
+        on_data: Callable[[bytes], None],
+        on_lost: Callable[[LowtideError], None],
+        text: bool = False,
+        provider: str,
+        sandbox_id: str,
+        bound_seconds: float = BOUND_SECONDS,
+    ) -> None:
+        self._opener, self._key, self._text = opener, key, text
+        self._on_data, self._on_lost = on_data, on_lost
+        self._context: dict[str, Any] = {"provider": provider, "sandbox_id": sandbox_id}
+        self._bound_seconds = bound_seconds
+        self._id = secrets.randbits(63)
+        self._proof: bytes | None = None
+        self._unsaid = bytearray()  # from `_taken` on: what the program has not taken yet
+        self._taken = self._sent = 0
+        self._received = self._told = 0
+        self._work = asyncio.Event()
+        self._room = asyncio.Event()
+        self._running: asyncio.Task[None] | None = None
+        self._channel: Channel | None = None
+        self._welcomed = False
+        self.error: LowtideError | None = None
+        self.pid: int | None = None
+        """Of the program, in its own pid namespace; known after the first answer."""
+
+    def write(self, data: bytes) -> None:
+        """Say it, now or when there is a channel again. Raises what ended the link."""
+        if self.error is not None:
+            raise self.error
+        self._unsaid += data
+        if self._running is None:
+            self._running = asyncio.get_running_loop().create_task(self._run())
+        self._work.set()
+
+    async def room(self) -> None:
+        """Wait until more may be said."""
+        while len(self._unsaid) >= WINDOW // 2 and self.error is None:
+            self._room.clear()
+            await self._room.wait()
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        """Whatever was said before goes out; nothing comes back."""
+        channel, self._channel = self._channel, None
+        if channel is not None and self._welcomed:
+            self._closing = asyncio.get_running_loop().create_task(self._last_words(channel))
+        elif channel is not None:
+            channel.close()
+        self._end(SandboxUnavailableError("the connection into the sandbox was closed", **self._context))
+
+    async def _last_words(self, channel: Channel) -> None:
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(5):
+                await channel.send(self._packets())
+        channel.close()
+
+    def _end(self, error: LowtideError) -> None:
+        if self.error is not None:
+            return
+        self.error = error
+        if self._running is not None and self._running is not asyncio.current_task():
+            self._running.cancel()
+        self._room.set()
+        self._on_lost(error)
+
+    # -- channels come and go
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        broken_since: float | None = None
+        pause = 0.01
+        while self.error is None:
+            failure: Exception | None = None
+            progress, opened = (self._taken, self._received), loop.time()
+            try:
+                await self._connect()
+                await self._carry()
+            except LowtideError as error:
+                failure = error
+                if self._proof is None or not _passing(error):
+                    break
+            except (OSError, EOFError, TimeoutError) as error:
+                failure = error
+            if self._welcomed and (progress != (self._taken, self._received) or loop.time() - opened > 1):
+                broken_since, pause = None, 0.01  # one that only greets is as broken as one that does not
+            self._drop()
+            if self._proof is None or self.error is not None:
+                break
+            broken_since = broken_since if broken_since is not None else loop.time()
+            if loop.time() - broken_since > self._bound_seconds:
+                break
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, 2.0)
+        self._drop()
+        if self.error is not None:
+            return
+        if isinstance(failure, LowtideError) and (self._proof is None or not _passing(failure)):
+            self._end(failure)
+            return
+        late = broken_since is not None and loop.time() - broken_since > self._bound_seconds
+        words = (
+            f"the connection into the sandbox was broken for more than {self._bound_seconds:.0f} seconds"
+            if late
+            else "the connection into the sandbox broke"
+        )
+        broken = SandboxUnavailableError(f"{words}: {failure or 'it ended'}", **self._context)
+        broken.__cause__ = failure
+        self._end(broken)
+
+    async def _connect(self) -> None:
+        again = self._proof is not None
+        greeting = GREETING.pack(MAGIC, self._key, self._id, again, self._received)
+        first = self._wire(HEAD.pack(len(greeting) + 16, 0, 0) + greeting)
+        if not again:  # the first command goes along; after a break the answer says where to go on
+            self._sent = 0
+            first += self._packets()
+        self._work.clear()
+        async with asyncio.timeout(_GREETING_SECONDS):
+            self._channel = await self._opener(first)
+
+    async def _carry(self) -> None:
+        """Until the channel breaks."""
+        channel = self._channel
+        assert channel is not None
+        talking = asyncio.get_running_loop().create_task(self._talk(channel))
+        try:
+            await self._listen(channel)
+        finally:
+            talking.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await talking
+
+    def _drop(self) -> None:
+        channel, self._channel = self._channel, None
+        self._welcomed = False
+        if channel is not None:
+            channel.close()
+
+    async def _talk(self, channel: Channel) -> None:
+        try:
+            while True:
+                await self._work.wait()
+                self._work.clear()
+                if self._welcomed:
+                    await channel.send(self._packets())
+        except (OSError, LowtideError):
+            channel.close()  # the listening side sees its end
+
+    def _packets(self) -> bytes:
+        """Everything that has not been sent over this channel, and what we have taken."""
+        parts: list[bytes] = []
+        while True:
+            at = self._sent - self._taken
+            piece = bytes(self._unsaid[at : min(at + PACKET, WINDOW)])
+            if not piece and (parts or self._received == self._told):
+                return b"".join(parts)
+            parts.append(self._wire(HEAD.pack(len(piece) + 16, self._sent, self._received) + piece))
+            self._told = self._received
+            self._sent += len(piece)
+
+    def _wire(self, packet: bytes) -> bytes:
+        return b"~" + base64.b64encode(packet) + b"\n" if self._text else packet
+
+    # -- what comes
+
+    async def _listen(self, channel: Channel) -> None:
+        buffer = bytearray()
+        while True:
+            if self._welcomed:
+                data = await channel.receive()
+            else:
+                async with asyncio.timeout(_GREETING_SECONDS):
+                    data = await channel.receive()
+            if not data:
+                raise EOFError(_noise(buffer) or "it ended")
+            buffer += data
+            if self._text:
+                self._lines(buffer)
+            else:
+                self._binary(buffer)
+
+    def _lines(self, buffer: bytearray) -> None:
+        *lines, rest = bytes(buffer).split(b"\n")
+        if len(rest) > _LONGEST_LINE:
+            raise self._hostile("a line without an end")
+        for line in lines:
+            if line.startswith(b"~"):  # anything else is what a shell or a terminal adds
+                try:
+                    packet = base64.b64decode(line[1:].rstrip(b"\r"), validate=True)
+                except binascii.Error:
+                    raise self._hostile("a line that is not base64") from None
+                if len(packet) < HEAD.size or len(packet) - 4 != int.from_bytes(packet[:4], "little"):
+                    raise self._hostile("a packet of a wrong length")
+                self._packet(memoryview(packet))
+        buffer[:] = rest
+
+    def _binary(self, buffer: bytearray) -> None:
+        data = bytes(buffer)
+        at, size = 0, len(data)
+        while size - at >= HEAD.size:
+            length = int.from_bytes(data[at : at + 4], "little")
+            if not 16 <= length <= PACKET + 16:
+                raise self._hostile("a packet of a wrong length" + _noise(buffer))
+            if size - at - 4 < length:
+                break
+            self._packet(memoryview(data)[at : at + 4 + length])
+            at += 4 + length
+        del buffer[:at]
+
+    def _packet(self, packet: memoryview) -> None:
+        _, offset, taken = HEAD.unpack_from(packet)
+        payload = packet[HEAD.size :]
+        if not self._welcomed:
+            self._greeted(bytes(payload))
+            return
+        self._advance(taken)
+        had = self._received - offset
+        if had < 0:
+            raise self._hostile("bytes are missing")
+        fresh = bytes(payload[had:])
+        if fresh:
+            self._received += len(fresh)
+            self._on_data(fresh)
+            if self._received - self._told >= _TOLD:
+                self._work.set()
+
+    def _advance(self, taken: int) -> None:
+        if taken > self._sent:
+            raise self._hostile("it has taken what was never sent")
+        if taken > self._taken:
+            del self._unsaid[: taken - self._taken]
+            self._taken = taken
+            self._room.set()
+            if self._sent - taken < len(self._unsaid):
+                self._work.set()
+
+    def _greeted(self, payload: bytes) -> None:
+        if len(payload) != WELCOME.size or not payload.startswith(MAGIC):
+            raise self._hostile("not a greeting")
+        _, proof, stored, status, self.pid = WELCOME.unpack(payload)
+        if status == FORGOTTEN:
+            raise SandboxUnavailableError(
+                "the connection into the sandbox was broken for too long, and what its commands said "
+                "meanwhile is not kept any more: start them again",
+                retryable=False,
+                **self._context,
+            )
+        if status not in (NEW, AGAIN):
+            raise SandboxUnavailableError(
+                "the program inside does not know this sandbox's key", retryable=False, **self._context
+            )
+        if self._proof is not None and proof != self._proof:
+            # Whoever answers is not the one that runs our commands: believing it would let them be forged.
+            raise self._hostile("another program answers in its place")
+        if not self._taken <= stored <= self._taken + len(self._unsaid):
+            raise self._hostile("it has what was never sent")
+        if self._proof is not None:
+            self._sent = stored
+        self._proof = proof
+        self._welcomed = True
+        self._work.set()
+
+    def _hostile(self, words: str) -> LowtideError:
+        return SandboxUnavailableError(
+            f"what answers in the sandbox is not lowtide's program: {words}",
+            retryable=False,
+            **self._context,
+        )
+
+
+def _passing(error: LowtideError) -> bool:
+    """Whether another try may go well."""
+    return isinstance(error, ResourceExhaustedError | RequestTimeoutError) or (
+        isinstance(error, SandboxUnavailableError) and error.retryable
+    )
+
+
+def _noise(buffer: bytearray) -> str:
+    text = bytes(buffer[:200]).decode("utf-8", "replace").strip()
+    return f": {text}" if text.isprintable() and text else ""

@@ -1,0 +1,59 @@
+"""The program itself, by architecture, and how it is named and packed."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import secrets
+from functools import cache
+from importlib import resources
+
+from lowtide.errors import UnsupportedError
+
+EXPIRED = 124
+"""Exit code of the main process when the lease is over."""
+KEY = "LOWTIDE_KEY"
+"""The variable in which the main process gets the key. It takes it out before anything else runs."""
+READER = "65534:65534"
+"""Who `attach` runs as: the program's file may be executed and not read by it, so that it is never dumpable."""
+
+_ARCHITECTURES = {"amd64": "x86_64", "x86_64": "x86_64", "arm64": "aarch64", "aarch64": "aarch64"}
+
+
+def new_key() -> bytes:
+    return secrets.token_bytes(16)
+
+
+@cache
+def program(architecture: str, *, provider: str | None = None) -> bytes:
+    name = _ARCHITECTURES.get(architecture)
+    if name is None:
+        raise UnsupportedError(
+            f"lowtide has no program for sandboxes on {architecture}",
+            provider=provider,
+            feature=f"architecture {architecture}",
+            alternative="a machine with x86_64 or aarch64",
+        )
+    return resources.files(__package__).joinpath(f"inside.{name}").read_bytes()
+
+
+@cache
+def fingerprint(architecture: str) -> str:
+    """Names it by its content: another version of lowtide has its own beside it."""
+    return hashlib.sha256(program(architecture)).hexdigest()[:12]
+
+
+@cache
+def packed(architecture: str) -> str:
+    """The program as text that fits into one argument."""
+    return base64.b64encode(gzip.compress(program(architecture), 9, mtime=0)).decode("ascii")
+
+
+def shell_line(architecture: str, words: str) -> str:
+    """Bring it in and become it, with nothing but a shell, base64 and gzip: for services that start commands."""
+    name = f".lowtide-{fingerprint(architecture)}"
+    return (
+        f'p="${{TMPDIR:-/tmp}}/{name}"; [ -x "$p" ] || {{ (umask 077; echo {packed(architecture)} '
+        f'| base64 -d | gzip -d >"$p.$$") && chmod 111 "$p.$$" && mv -f "$p.$$" "$p"; }} && exec "$p" {words}'
+    )

@@ -1,0 +1,163 @@
+"""Which engine the docker provider speaks to: as the docker command has it, with errors that say what to do."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from lowtide.errors import SandboxUnavailableError, ValidationError
+from lowtide.providers.docker import DockerProvider
+from lowtide.providers.docker.endpoint import resolve
+
+
+def _context(directory: Path, name: str, host: str, **engine: object) -> Path:
+    place = hashlib.sha256(name.encode()).hexdigest()
+    meta = directory / "contexts" / "meta" / place
+    meta.mkdir(parents=True)
+    (meta / "meta.json").write_text(
+        json.dumps({"Name": name, "Endpoints": {"docker": {"Host": host, **engine}}})
+    )
+    certs = directory / "contexts" / "tls" / place / "docker"
+    certs.mkdir(parents=True)
+    return certs
+
+
+def _certificates(directory: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    subprocess.run(
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-days",
+            "2",
+            "-subj",
+            "/CN=127.0.0.1",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+            "-keyout",
+            "key.pem",
+            "-out",
+            "cert.pem",
+        ],
+        cwd=directory,
+        check=True,
+        capture_output=True,
+    )
+    shutil.copy(directory / "cert.pem", directory / "ca.pem")
+
+
+@contextmanager
+def _answering(answer: bytes, certs: Path | None = None) -> Iterator[int]:
+    """A server that answers everything with that; with certificates it wants the client's too."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    context = None
+    if certs is not None:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(certs / "ca.pem"))
+        context.load_cert_chain(certs / "cert.pem", certs / "key.pem")
+        context.verify_mode = ssl.CERT_REQUIRED
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            try:
+                wrapped = context.wrap_socket(connection, server_side=True) if context else connection
+                wrapped.recv(65536)
+                wrapped.sendall(answer)
+                wrapped.close()
+            except OSError:
+                connection.close()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(5)
+
+
+_INFO = b'HTTP/1.1 200 OK\r\nContent-Length: 13\r\n\r\n{"ID": "ours"}'.replace(b"13", b"14")
+
+
+def test_a_contexts_certificates_are_used(tmp_path: Path) -> None:
+    certs = _context(tmp_path, "far", "tcp://127.0.0.1:1")
+    _certificates(certs)
+    with _answering(_INFO, certs) as port:
+        meta = next((tmp_path / "contexts" / "meta").iterdir()) / "meta.json"
+        meta.write_text(meta.read_text().replace("127.0.0.1:1", f"127.0.0.1:{port}"))
+        provider = DockerProvider.connect({"DOCKER_CONFIG": str(tmp_path), "DOCKER_CONTEXT": "far"})
+        assert len(provider.account) == 16
+        again = DockerProvider.connect(provider.credentials())  # as the guardian would
+        assert again.account == provider.account
+        assert again.endpoint.cert_path == str(certs)
+
+
+def test_a_context_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="no docker context 'typo'"):
+        resolve({"DOCKER_CONFIG": str(tmp_path), "DOCKER_CONTEXT": "typo"})
+    (tmp_path / "config.json").write_text('{"currentContext": "gone"}')
+    with pytest.raises(ValidationError, match="no docker context 'gone'"):
+        resolve({"DOCKER_CONFIG": str(tmp_path)})
+    assert resolve({"DOCKER_CONFIG": str(tmp_path), "DOCKER_HOST": "unix:///x"}).socket_path == "/x"
+
+
+def test_any_value_of_tls_verify_means_yes_as_for_the_docker_command() -> None:
+    for value, certs in (("", None), ("0", "/c"), ("1", "/c")):
+        environ = {"DOCKER_HOST": "tcp://h:1", "DOCKER_CERT_PATH": "/c", "DOCKER_TLS_VERIFY": value}
+        assert resolve(environ).cert_path == certs
+    unverified = resolve({"DOCKER_HOST": "tcp://h:1", "DOCKER_CERT_PATH": "/c", "DOCKER_TLS": "1"})
+    assert (unverified.cert_path, unverified.verified) == ("/c", False)
+
+
+@pytest.mark.parametrize("url", ["tcp://h:notaport", "tcp://h:99999", "tcp://", "ftp://h", "tcp://[::1"])
+def test_an_address_that_is_none(url: str) -> None:
+    with pytest.raises(ValidationError, match="DOCKER_HOST"):
+        resolve({"DOCKER_HOST": url})
+
+
+def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
+    for name in ("ca", "cert", "key"):
+        (tmp_path / f"{name}.pem").write_text("not a certificate")
+    environ = {
+        "DOCKER_HOST": "tcp://127.0.0.1:1",
+        "DOCKER_TLS_VERIFY": "1",
+        "DOCKER_CERT_PATH": str(tmp_path),
+    }
+    with pytest.raises(ValidationError, match="certificates"):
+        _ = DockerProvider.connect(environ).account
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"SSH-2.0-x\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", b"\0" * 100]
+)
+async def test_what_answers_is_no_engine(answer: bytes) -> None:
+    from lowtide.providers.docker.client import RawStream
+
+    with _answering(answer) as port:
+        provider = DockerProvider.connect({"DOCKER_HOST": f"tcp://127.0.0.1:{port}"})
+        with pytest.raises(SandboxUnavailableError):
+            _ = provider.account
+        client = await provider.client()
+        if b"200 OK" not in answer:
+            with pytest.raises(SandboxUnavailableError), client.translated("x"):
+                await client.attach("exec/x/start", {}, RawStream())
+        await provider.aclose()

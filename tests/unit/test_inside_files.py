@@ -1,0 +1,219 @@
+"""Files and trees through the program inside, which runs here."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import tarfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from tests.inside_program import serving
+
+from lowtide.errors import (
+    ResourceExhaustedError,
+    SandboxFileError,
+    SandboxFileNotFoundError,
+    SandboxIsADirectoryError,
+    SandboxNotADirectoryError,
+)
+from lowtide.providers.base import FileKind
+from lowtide.providers.inside import Client, files
+from lowtide.providers.inside.forward import Forward
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[Client]:
+    async with serving() as inside:
+        yield inside.client()
+
+
+async def _chunks(*parts: bytes) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part
+
+
+async def _all(stream: AsyncIterator[bytes]) -> bytes:
+    return b"".join([piece async for piece in stream])
+
+
+@pytest.mark.parametrize("sync", [False, True])
+async def test_a_file_there_and_back(client: Client, tmp_path: Path, sync: bool) -> None:
+    path, data = tmp_path / "new" / "file", os.urandom(3_000_000)
+    assert (
+        await files.write_file(client, str(path), _chunks(data, b"", b"x"), mode=0o640, sync=sync)
+        == 3_000_001
+    )
+    assert path.read_bytes() == data + b"x"
+    assert path.stat().st_mode & 0o7777 == 0o640
+    assert await _all(files.read_file(client, str(path))) == data + b"x"
+    assert os.listdir(path.parent) == ["file"]
+
+
+async def test_who_reads_meanwhile_sees_the_old_or_the_new(client: Client, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old" * 1000)
+    seen = set()
+
+    async def slowly() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            seen.add(path.read_bytes())
+            yield b"n" * 1000
+
+    await files.write_file(client, str(path), slowly())
+    assert seen == {b"old" * 1000}
+    assert path.read_bytes() == b"n" * 20_000
+
+
+async def test_a_write_that_is_given_up_leaves_the_old_file_and_nothing_else(
+    client: Client, tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    async def fails() -> AsyncIterator[bytes]:
+        yield b"new"
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError):
+        await files.write_file(client, str(path), fails())
+    with pytest.raises(SandboxFileError, match="announced"):
+        await files.write_file(client, str(path), _chunks(b"new"), size=9)
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small disk")
+async def test_a_full_disk_leaves_the_old_file(client: Client, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounting = await asyncio.create_subprocess_exec(
+        "mount", "-t", "tmpfs", "-o", "size=64k", "none", str(disk)
+    )
+    if await mounting.wait():
+        pytest.skip("this machine mounts no tmpfs")
+    try:
+        (disk / "file").write_bytes(b"old")
+        with pytest.raises(ResourceExhaustedError, match="no space"):
+            await files.write_file(client, str(disk / "file"), _chunks(b"x" * 500_000))
+        assert (disk / "file").read_bytes() == b"old"
+        assert os.listdir(disk) == ["file"]
+    finally:
+        await (await asyncio.create_subprocess_exec("umount", str(disk))).wait()
+
+
+async def test_a_link_is_followed_and_stays_one(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "real").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("real")
+    await files.write_file(client, str(tmp_path / "link"), _chunks(b"new"))
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_bytes() == b"new"
+    entry = await files.stat(client, str(tmp_path / "link"))
+    assert (entry.kind, entry.target) == (FileKind.SYMLINK, "real")
+
+
+async def test_what_goes_wrong_has_the_type_people_expect(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(SandboxFileNotFoundError):
+        await _all(files.read_file(client, str(tmp_path / "none")))
+    with pytest.raises(SandboxIsADirectoryError):
+        await _all(files.read_file(client, str(tmp_path)))
+    with pytest.raises(SandboxNotADirectoryError):
+        await files.list_dir(client, str(tmp_path / "file"))
+    with pytest.raises(SandboxNotADirectoryError):
+        await files.write_file(client, str(tmp_path / "file" / "x"), _chunks(b""))
+    with pytest.raises(SandboxFileError, match="not empty"):
+        await files.remove(client, str(tmp_path), recursive=False)
+
+
+async def test_listing_making_and_removing(client: Client, tmp_path: Path) -> None:
+    await files.make_dir(client, str(tmp_path / "a" / "b" / ""))
+    for number in range(700):
+        (tmp_path / "a" / f"n{number}\n\udcff").write_bytes(b"x" * number)
+    entries = await files.list_dir(client, str(tmp_path / "a"))
+    assert len(entries) == 701
+    assert {entry.size for entry in entries if entry.kind is FileKind.FILE} == set(range(700))
+    await files.remove(client, str(tmp_path / "a"), recursive=True)
+    assert os.listdir(tmp_path) == []
+
+
+async def test_a_tree_there_and_back(client: Client, tmp_path: Path) -> None:
+    deep = "d" * 60 + "/" + "e" * 60 + "/" + "f" * 200
+    source = io.BytesIO()
+    with tarfile.open(fileobj=source, mode="w") as tar:
+        for name, data, mode in (("plain", b"p" * 1000, 0o644), (deep, b"deep", 0o600), ("run", b"", 0o755)):
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode, entry.mtime = len(data), mode, 1_000_000
+            tar.addfile(entry, io.BytesIO(data))
+        closed = tarfile.TarInfo("closed")
+        closed.type, closed.mode = tarfile.DIRTYPE, 0o555
+        tar.addfile(closed)
+        inner = tarfile.TarInfo("closed/inner")
+        inner.size = 3
+        tar.addfile(inner, io.BytesIO(b"abc"))
+        for kind, name, target in ((tarfile.SYMTYPE, "link", "x" * 150), (tarfile.LNKTYPE, "hard", "plain")):
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.linkname = kind, target
+            tar.addfile(entry)
+    await files.write_tree(client, str(tmp_path / "t"), _chunks(source.getvalue()))
+    top = tmp_path / "t"
+    assert (top / deep).read_bytes() == b"deep"
+    assert (top / "closed").stat().st_mode & 0o777 == 0o555
+    assert (top / "closed/inner").read_bytes() == b"abc"
+    assert os.readlink(top / "link") == "x" * 150
+    assert (top / "hard").stat().st_ino == (top / "plain").stat().st_ino
+    assert (top / "plain").stat().st_mtime == 1_000_000
+    packed = await _all(files.read_tree(client, str(top)))
+    with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
+        names = {member.name.removeprefix("./"): member for member in tar.getmembers()}
+        assert {deep, "plain", "run", "closed", "closed/inner", "link", "hard", "."} <= set(names)
+        member = tar.extractfile(names[deep])
+        assert member is not None
+        assert member.read() == b"deep"
+        assert names["run"].mode == 0o755
+        assert names["link"].linkname == "x" * 150
+
+
+@pytest.mark.parametrize("name", ["../out", "a/../../out", "/../out", "a/.."])
+async def test_a_tree_does_not_lead_out_of_its_directory(client: Client, tmp_path: Path, name: str) -> None:
+    source = io.BytesIO()
+    with tarfile.open(fileobj=source, mode="w") as tar:
+        tar.addfile(tarfile.TarInfo(name), io.BytesIO())
+    with pytest.raises(SandboxFileError):
+        await files.write_tree(client, str(tmp_path / "t"), _chunks(source.getvalue()))
+    assert not (tmp_path / "out").exists()
+
+
+async def test_a_tree_that_is_cut_short_is_an_error(client: Client, tmp_path: Path) -> None:
+    source = io.BytesIO()
+    with tarfile.open(fileobj=source, mode="w") as tar:
+        entry = tarfile.TarInfo("file")
+        entry.size = 5000
+        tar.addfile(entry, io.BytesIO(b"x" * 5000))
+    with pytest.raises(SandboxFileError, match="cut short"):
+        await files.write_tree(client, str(tmp_path / "t"), _chunks(source.getvalue()[:3000]))
+    assert os.listdir(tmp_path / "t") == []
+
+
+async def test_a_port_is_reached_and_half_closed(client: Client) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"got " + await reader.read())
+        writer.close()
+
+    async def get() -> Client:
+        return client
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    forward = Forward(get, server.sockets[0].getsockname()[1])
+    await forward.open()
+    reader, writer = await asyncio.open_connection(*forward.address)
+    writer.write(b"x" * 200_000)
+    writer.write_eof()
+    assert await reader.read() == b"got " + b"x" * 200_000
+    writer.close()
+    forward.close()
+    server.close()

@@ -1,0 +1,112 @@
+"""Channels that break: no byte is lost, none comes twice, and no command runs twice."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from pathlib import Path
+
+import pytest
+from tests.inside_program import run, serving
+
+from lowtide.errors import SandboxUnavailableError
+from lowtide.providers.base import ProcessSpec
+
+pytestmark = pytest.mark.timeout(300)
+
+_COUNTED = """
+import hashlib, sys
+digest = hashlib.sha256()
+for number in range(int(sys.argv[1])):
+    data = hashlib.sha256(str(number).encode()).digest() * 2048
+    digest.update(data)
+    sys.stdout.buffer.write(data)
+sys.stdout.flush()
+sys.stderr.write(digest.hexdigest())
+"""
+
+
+@pytest.mark.parametrize("text", [False, True], ids=["binary", "text"])
+async def test_fifty_megabytes_across_ten_breaks(text: bool, tmp_path: Path) -> None:
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    breaks = random.Random(seed)
+    counter = tmp_path / "counter"
+    async with serving(text=text, limits=[breaks.randrange(1, 8_000_000) for _ in range(10)]) as inside:
+        script = f'echo ran >>"{counter}"; exec python3 -c "$1" 800'
+        code, out, said = await run(inside.client(), "sh", "-c", script, "sh", _COUNTED)
+        assert len(inside.channels) == 11
+    assert code == 0
+    assert len(out) == 800 * 65536
+    assert hashlib.sha256(out).hexdigest() == said.decode()
+    assert counter.read_text() == "ran\n"
+
+
+async def test_input_goes_on_after_a_break() -> None:
+    data = random.Random(7).randbytes(9_000_000)
+    async with serving(limits=[2_000, 4_000, 8_000, 16_000]) as inside:
+        code, out, _ = await run(inside.client(), "sha256sum", input=data)
+        assert (code, out.split()[0].decode()) == (0, hashlib.sha256(data).hexdigest())
+
+
+async def test_a_command_goes_on_without_a_channel_and_its_output_waits(tmp_path: Path) -> None:
+    async with serving() as inside:
+        client = inside.client()
+        process = await client.start(
+            ProcessSpec(argv=("sh", "-c", f"sleep 0.3; echo one; touch {tmp_path}/done; exit 4"))
+        )
+        inside.channels[0].close()
+        while not (tmp_path / "done").exists():
+            await asyncio.sleep(0.02)
+        assert [chunk async for chunk in process.output()] == [(1, b"one\n")]
+        assert await process.wait() == 4
+
+
+async def test_a_break_that_lasts_is_an_error_that_says_so() -> None:
+    async with serving() as inside:
+        client = inside.client(bound_seconds=0.3)
+        process = await client.start(ProcessSpec(argv=("sleep", "60")))
+        inside.argv = ("false",)
+        inside.channels[0].close()
+        with pytest.raises(SandboxUnavailableError, match="broken for more than"):
+            await process.wait()
+        with pytest.raises(SandboxUnavailableError):
+            await client.start(ProcessSpec(argv=("true",)))
+
+
+async def test_another_program_in_its_place_is_not_believed() -> None:
+    async with serving() as inside, serving() as other:
+        client = inside.client()
+        process = await client.start(ProcessSpec(argv=("sleep", "60")))
+        await run(other.client(), "true")
+        inside.name = other.name  # whoever killed the first one could answer under its name
+        inside.channels[0].close()
+        with pytest.raises(SandboxUnavailableError, match=r"another program|kept any more"):
+            await process.wait()
+
+
+async def test_a_client_that_leaves_lets_its_commands_go_on(tmp_path: Path) -> None:
+    async with serving() as inside:
+        first, second = inside.client(), inside.client()
+        script = f"yes | head -c 5000000; touch {tmp_path}/done"
+        await first.start(ProcessSpec(argv=("sh", "-c", script)))
+        await run(second, "true")
+        first.close()
+        while not (tmp_path / "done").exists():
+            await asyncio.sleep(0.02)
+        assert (await run(second, "echo", "here"))[1] == b"here\n"
+
+
+async def test_the_first_command_rides_along_with_the_greeting() -> None:
+    async with serving() as inside:
+        sent = []
+        opened = inside.open
+
+        async def opening(first: bytes) -> object:
+            sent.append(first)
+            return await opened(first)
+
+        inside.open = opening  # type: ignore[method-assign,assignment]
+        assert (await run(inside.client(), "echo", "along"))[1] == b"along\n"
+        assert b"along\0" in sent[0]
