@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-_PARTS = ("bin", "lib", "lib64", "lib32")
+_PARTS = ("bin", "lib", "lib64", "lib32", "ssl")  # the last is where Conda has its certificates
 _PUBLIC = 0o044
 
 
