@@ -12,6 +12,7 @@ class Config:
     count: int = 65536
     own_pid_namespace: int = -1
     bound: tuple[str, ...] = ()  # the groups around everything that it starts, itself included
+    home: str = ""  # the state directory, for an ordinary user
     point: str = ""  # where trees are staged
     seccomp: bytes = b""
     elf_fd: int = -1

@@ -16,7 +16,7 @@ from .config import config
 from .inheritance import JOIN_SESSION_KEYRING
 from .kernel import NEWNS, NEWUSER, SYS_CLOSE_RANGE, SYS_KEYCTL, check, libc, put
 from .restrictions import default_signals, first_limits
-from .staging import write_maps
+from .staging import stage_as_user, write_maps
 from .wire import Fds, Message, complain, receive
 
 # The descriptors bwrap and the sandbox's first process find open. The first process knows READY and SELF.
@@ -42,6 +42,8 @@ class Spare:
         self.ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if os.fork() == 0:
             try:
+                if config.base is None and config.point:
+                    stage_as_user()
                 between = os.getpid()
                 holds_r, holds_w = os.pipe()
                 if os.fork() == 0:

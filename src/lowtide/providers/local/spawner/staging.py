@@ -45,7 +45,7 @@ def configure(message: Message, fds: Fds) -> Message:
     )
     config.program.keep = buffer  # type: ignore[attr-defined]
     if config.base is None:
-        return {"staged": stage_as_user(message["home"], message["points"]), "idmapped": False}
+        return {"staged": try_as_user(message["home"], message["points"]), "idmapped": False}
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # and so its children, until they have executed
     config.own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     return stage(message["home"], message["trees"], message["readable_trees"], message["points"])
@@ -69,26 +69,45 @@ def sealed(name: str, data: bytes, mode: int = 0o444) -> int:
     return fd
 
 
-def stage_as_user(home: str, points: list[str]) -> dict[str, str]:
-    """As an ordinary user: a user namespace of the spawner's own, where the state directory has another name.
+def try_as_user(home: str, points: list[str]) -> dict[str, str]:
+    """As an ordinary user: whether the state directory can have another name where sandboxes are made.
 
-    The list of mounts in a sandbox shows the names of its layers. Without namespaces to be had it is left as it
-    is: the first create says what is wrong.
+    The list of mounts in a sandbox shows the names of its layers. Where it cannot (something is mounted below it, no
+    namespaces are to be had), it is left as it is; without namespaces the first create says what is wrong.
+    """
+    point = next((p for p in points if os.path.isdir(p) and not os.path.islink(p)), None)
+    if point is None or home.startswith(point + "/"):
+        return {}
+    config.home, config.point = home, point
+    pid = os.fork()
+    if pid == 0:
+        try:
+            stage_as_user()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0:
+        config.point = ""
+        return {}
+    return {home: f"{point}/home"}
+
+
+def stage_as_user() -> None:
+    """Go into namespaces of one's own, in which the state directory has another name.
+
+    Only who makes a sandbox does this: another process of the same user enters it from where it is.
     """
     user, group = os.geteuid(), os.getegid()
-    if libc.unshare(NEWUSER | NEWNS) < 0:
-        return {}
+    check(libc.unshare(NEWUSER | NEWNS), "unshare")
     put("/proc/self/setgroups", b"deny")
     put("/proc/self/uid_map", b"0 %d 1" % user)
     put("/proc/self/gid_map", b"0 %d 1" % group)
     check(libc.mount(None, b"/", None, 0x4000 | 0x80000, None), "make / a slave")
-    point = next((p for p in points if os.path.isdir(p) and not os.path.islink(p)), None)
-    if point is None or home.startswith(point + "/"):
-        return {}
-    check(libc.mount(b"lowtide", point.encode(), b"tmpfs", 0x2 | 0x4, b"mode=0755,size=1m"), "mount tmpfs")
-    with contextlib.suppress(OSError):  # something is mounted below it: its name is seen then
-        return {home: graft(home, f"{point}/home", None, writable=True)}
-    return {}
+    check(
+        libc.mount(b"lowtide", config.point.encode(), b"tmpfs", 0x2 | 0x4, b"mode=0755,size=1m"),
+        "mount tmpfs",
+    )
+    graft(config.home, f"{config.point}/home", None, writable=True)
 
 
 def stage(home: str, trees: list[str], readable: list[str], points: list[str]) -> Message:
