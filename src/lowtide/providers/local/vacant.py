@@ -20,9 +20,10 @@ def own(home: Path) -> Path:
 def sweep(home: Path) -> None:
     """Remove the rooms of processes that are gone. Those of other containers cannot be seen from here."""
     for directory in _directories(home):
-        pid, start, where = (*directory.name.split("."), _namespace())[:3]
+        pid, _, rest = directory.name.partition(".")
+        start, _, where = rest.partition(".")
         if (
-            where != _namespace()
+            where not in (_namespace(), "")  # an earlier version did not write it down
             or not (pid.isdigit() and start.isdigit())
             or ProcessMark(int(pid), int(start)).alive()
         ):
