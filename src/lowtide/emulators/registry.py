@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 EMULATORS: dict[str, str] = {
     "e2b": "lowtide.emulators.e2b:E2BEmulator",
     "daytona": "lowtide.emulators.daytona:DaytonaEmulator",
+    "runloop": "lowtide.emulators.runloop:RunloopEmulator",
 }
 
 
