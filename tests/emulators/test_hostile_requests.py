@@ -19,10 +19,18 @@ import pytest
 
 from lowtide.emulators.handle import Handle
 from lowtide.testing import emulator
-from tests.emulators.hostile import HEADERS, Call, bodies, from_attrs_client, from_pydantic_client
+from tests.emulators.hostile import (
+    HEADERS,
+    Call,
+    bodies,
+    from_attrs_client,
+    from_pydantic_client,
+    from_stainless_client,
+)
 
 pytest.importorskip("daytona")
 pytest.importorskip("e2b")
+pytest.importorskip("runloop_api_client")
 
 ALLOWED = {501, 502}  # not emulated; nobody listens on that port of the sandbox
 SLOWEST_SECONDS = 20.0
@@ -69,7 +77,9 @@ class Sender:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Handle]:
-    with emulator("e2b", "daytona", plain=True, limit=24, home=tmp_path_factory.mktemp("emulator")) as handle:
+    with emulator(
+        "e2b", "daytona", "runloop", plain=True, limit=24, home=tmp_path_factory.mktemp("emulator")
+    ) as handle:
         yield handle
 
 
@@ -81,6 +91,25 @@ def e2b(served: Handle, *, key: bool = True) -> Sender:
 def daytona(served: Handle, part: str = "/api", *, key: bool = True) -> Sender:
     given = served.environment["DAYTONA_API_KEY"].encode() if key else b"dtn_no"
     return Sender(served.urls["daytona"] + part, {b"Authorization": b"Bearer " + given})
+
+
+def runloop(served: Handle, *, key: bool = True) -> Sender:
+    given = served.environment["RUNLOOP_API_KEY"].encode() if key else b"ak_no"
+    return Sender(served.urls["runloop"], {b"Authorization": b"Bearer " + given})
+
+
+@pytest.fixture
+def runloop_neighbour(served: Handle) -> Iterator[str]:
+    send = runloop(served)
+    made = send.json("POST", "/v1/devboxes/create_and_await_running", {"name": "neighbour"})["id"]
+    yield made
+    assert made in [
+        one["id"] for one in send.json("GET", "/v1/devboxes?limit=5000&status=running")["devboxes"]
+    ]
+    done = send.json("POST", f"/v1/devboxes/{made}/execute", {"command": "echo hello", "command_id": "last"})
+    assert done["stdout"] == "hello\n"
+    for one in send.json("GET", "/v1/devboxes?limit=5000")["devboxes"]:
+        send.json("POST", f"/v1/devboxes/{one['id']}/shutdown?force=true")
 
 
 @pytest.fixture
@@ -171,6 +200,8 @@ def test_hostile_headers_are_refused_before_anything_else(
 ) -> None:
     targets = [
         (e2b(served), "GET", "/v2/sandboxes"),
+        (runloop(served), "POST", "/v1/devboxes"),
+        (runloop(served, key=False), "POST", "/v1/devboxes"),
         (e2b(served), "POST", "/sandboxes"),
         (e2b(served, key=False), "POST", "/sandboxes"),
         (daytona(served), "GET", "/sandbox"),
@@ -281,6 +312,40 @@ def test_hostile_requests_at_envd_are_refused(served: Handle, e2b_neighbour: str
     report(failed)
 
 
+def test_hostile_requests_at_every_call_of_runloop_are_refused(
+    served: Handle, runloop_neighbour: str
+) -> None:
+    samples: dict[str, dict[str, Any]] = {
+        "/v1/devboxes/{id}/execute": {"command": "true", "command_id": "c"},
+        "/v1/devboxes/{id}/execute_async": {"command": "true"},
+        "/v1/devboxes/{id}/execute_sync": {"command": "true"},
+        "/v1/devboxes/{id}/wait_for_status": {"statuses": ["running"], "timeout_seconds": 0},
+        "/v1/objects": {"name": "o", "content_type": "text"},
+    }
+    found = {(call.method, call.path): call for call in from_stainless_client("runloop_api_client")}
+    assert len(found) > 60
+    unwanted = (
+        "create_and_await_running",
+        "evictions",
+        "axons",
+        "/pty",
+    )  # the first waits for what never boots
+    calls = [
+        Call(
+            method=call.method,
+            path=call.path,
+            fields=call.fields,
+            query=call.query,
+            sample=samples.get(call.path, {}),
+        )
+        for call in found.values()
+        if not any(part in call.path for part in unwanted)
+    ]
+    send = runloop(served)
+    victim = send.json("POST", "/v1/devboxes/create_and_await_running", {"name": "victim"})["id"]
+    report(attempts(calls, send, {"id": victim, "devbox_id": victim}))
+
+
 def test_the_admin_endpoint_refuses_what_would_break_every_later_call(served: Handle) -> None:
     parts = urlsplit(served._admin["url"])
     send = Sender(
@@ -317,6 +382,7 @@ def test_nothing_is_done_without_a_token(served: Handle, e2b_neighbour: str, day
     senders = [
         (e2b(served, key=False), from_attrs_client("e2b.api.client")),
         (daytona(served, key=False), from_pydantic_client("daytona_api_client")),
+        (runloop(served, key=False), from_stainless_client("runloop_api_client")),
         (
             daytona(served, f"/toolbox/{daytona_neighbour}", key=False),
             from_pydantic_client("daytona_toolbox_api_client"),

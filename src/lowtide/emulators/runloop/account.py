@@ -198,20 +198,23 @@ class Account:
 
     def _object(self, request: web.Request) -> dict[str, Any]:
         found = self._objects.get(request.match_info["id"])
-        if found is None or found.get("delete_after_time_ms", self._now() + 1) <= self._now():
+        if found is None or self._is_over(found):
             raise Refused(404, "object not found")
         return found
+
+    def _is_over(self, one: dict[str, Any]) -> bool:
+        return "delete_after_time_ms" in one and one["delete_after_time_ms"] <= self._now()
 
     async def get_object(self, request: web.Request) -> web.Response:
         return web.json_response(self._object(request))
 
     async def list_objects(self, request: web.Request) -> web.Response:
-        query, now = request.query, self._now()
+        query = request.query
 
         def fits(one: dict[str, Any]) -> bool:
             return (
                 one["state"] != "DELETED"
-                and one.get("delete_after_time_ms", now + 1) > now
+                and not self._is_over(one)
                 and all(query.get(key) in (None, one[key]) for key in ("name", "content_type", "state"))
                 and query.get("search", "") in one["name"] + one["id"]
             )

@@ -11,6 +11,7 @@ from aiohttp import web
 from lowtide.emulators.faults import Fault, FaultName
 from lowtide.emulators.fields import LIST_OF_TEXT, TEXT, TEXTS, Kind, check_fields
 from lowtide.emulators.request_check import json_object
+from lowtide.emulators.runloop.launch import new_tunnel
 from lowtide.emulators.runloop.listing import page
 from lowtide.emulators.runloop.model import OVER, Devbox, Refused, Snapshot, Status, new_id
 from lowtide.emulators.web import drop
@@ -173,7 +174,7 @@ class Control:
         asked = await json_object(request)
         devbox = self._one(request)
         if devbox.tunnel is None:
-            devbox.tunnel = self.devboxes.new_tunnel(asked)
+            devbox.tunnel = new_tunnel(asked, self.ground.clock.now())
         return web.json_response(devbox.tunnel.view())
 
     async def remove_tunnel(self, request: web.Request) -> web.Response:
@@ -214,19 +215,19 @@ class Control:
 
     async def snapshot_disk_async(self, request: web.Request) -> web.Response:
         asked = await json_object(request)
-        made, _ = self.devboxes.take_snapshot(self._one(request), asked)
+        made, _ = self.devboxes.snapshots.take(self._one(request), asked)
         return web.json_response(made.view())
 
     async def snapshot_disk(self, request: web.Request) -> web.Response:
         asked = await json_object(request)
-        made, taking = self.devboxes.take_snapshot(self._one(request), asked)
+        made, taking = self.devboxes.snapshots.take(self._one(request), asked)
         await asyncio.shield(taking)
         if made.status == "error":
             raise Refused(400, made.error or "the snapshot could not be taken")
         return web.json_response(made.view())
 
     def _snapshot(self, request: web.Request) -> Snapshot:
-        return self.devboxes.snapshot(request.match_info["snapshot"])
+        return self.devboxes.snapshots.get(request.match_info["snapshot"])
 
     async def snapshot_status(self, request: web.Request) -> web.Response:
         snapshot = self._snapshot(request)
@@ -244,14 +245,14 @@ class Control:
         return web.json_response(snapshot.view())
 
     async def delete_snapshot(self, request: web.Request) -> web.Response:
-        await self.devboxes.delete_snapshot(self._snapshot(request))
+        await self.devboxes.snapshots.delete(self._snapshot(request))
         return web.json_response({})
 
     async def list_snapshots(self, request: web.Request) -> web.Response:
         devbox = request.query.get("devbox_id")
         found = [
             one
-            for one in reversed(self.devboxes.snapshots.values())
+            for one in reversed(self.devboxes.snapshots.table.values())
             if one.status in ("in_progress", "complete") and devbox in (None, one.source_id)
         ]
         chosen, more = page(request, [(one.snapshot_id, one) for one in found])

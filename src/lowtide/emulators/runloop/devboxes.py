@@ -10,29 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.emulators.agent.client import Agent, AgentError
 from lowtide.emulators.fields import (
-    FLAG,
-    LIST_OF_OBJECTS,
-    LIST_OF_TEXT,
-    OBJECT,
     TEXT,
-    TEXTS,
     check_fields,
-    whole,
 )
 from lowtide.emulators.guest import first_process, users_are_real
 from lowtide.emulators.runloop.executions import Execution
+from lowtide.emulators.runloop.launch import launch_parameters, new_tunnel
 from lowtide.emulators.runloop.model import (
-    DEFAULT_KEEP_ALIVE_SECONDS,
-    LONGEST_KEEP_ALIVE_SECONDS,
     OVER,
     Devbox,
     Refused,
-    Snapshot,
     Status,
-    Tunnel,
     milliseconds,
     new_id,
 )
+from lowtide.emulators.runloop.snapshots import Snapshots
 from lowtide.errors import LowtideError
 from lowtide.providers.base import ProcessHandle
 
@@ -43,26 +35,6 @@ if TYPE_CHECKING:
 
 HOME = "/home/user"
 _REMEMBERED = 5000  # that are over
-_NEW = {
-    **dict.fromkeys(
-        ("blueprint_id", "blueprint_name", "snapshot_id", "name", "entrypoint", "repo_connection_id"), TEXT
-    ),
-    **dict.fromkeys(("metadata", "environment_variables", "secrets", "file_mounts"), TEXTS),
-    **dict.fromkeys(("launch_parameters", "tunnel", "gateways", "mcp"), OBJECT),
-    **dict.fromkeys(("code_mounts", "mounts"), LIST_OF_OBJECTS),
-}
-_LAUNCH = {
-    "keep_alive_time_seconds": whole(1, LONGEST_KEEP_ALIVE_SECONDS),
-    "resource_size_request": TEXT,
-    "launch_commands": LIST_OF_TEXT,
-    "architecture": TEXT,
-    "network_policy_id": TEXT,
-    "after_idle": OBJECT,
-    "lifecycle": OBJECT,
-    "user_parameters": OBJECT,
-}
-_IDLE = {"idle_time_seconds": whole(1, LONGEST_KEEP_ALIVE_SECONDS), "on_idle": TEXT}
-_SIZES = ("X_SMALL", "SMALL", "MEDIUM", "LARGE", "X_LARGE", "XX_LARGE", "CUSTOM_SIZE")
 
 
 class Devboxes:
@@ -73,8 +45,8 @@ class Devboxes:
         self.blueprints = blueprints
         self.account = account
         self.table: dict[str, Devbox] = {}
-        self.snapshots: dict[str, Snapshot] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self.snapshots = Snapshots(ground, self._begin)
 
     def get(self, devbox_id: str) -> Devbox:
         try:
@@ -94,17 +66,11 @@ class Devboxes:
 
     def create(self, asked: dict[str, Any], *, slow: float = 0.0, broken: bool = False) -> Devbox:
         """From the body of a create call. Answered at once; it boots by itself."""
-        check_fields(asked, _NEW)
-        launch = dict(asked.get("launch_parameters") or {})
-        _check_launch(launch)
-        launch.setdefault("keep_alive_time_seconds", DEFAULT_KEEP_ALIVE_SECONDS)
-        chosen = [key for key in ("blueprint_id", "blueprint_name", "snapshot_id") if asked.get(key)]
-        if len(chosen) > 1:
-            raise Refused(400, f"only one of {', '.join(chosen)} can be given")
+        launch = launch_parameters(asked)
         blueprint = self.blueprints.usable(asked.get("blueprint_id"), asked.get("blueprint_name"))
         snapshot = None
         if asked.get("snapshot_id"):
-            snapshot = self.snapshot(asked["snapshot_id"])
+            snapshot = self.snapshots.get(asked["snapshot_id"])
             if snapshot.status != "complete":
                 raise Refused(400, f"snapshot {snapshot.snapshot_id} is {snapshot.status}")
         if self.ground.backing.count >= self.ground.backing.limit:
@@ -137,7 +103,7 @@ class Devboxes:
                 self.account.object_content(mount["object_id"])
                 devbox.object_mounts[mount["object_path"]] = mount["object_id"]
         if asked.get("tunnel") is not None:
-            devbox.tunnel = self.new_tunnel(asked["tunnel"])
+            devbox.tunnel = new_tunnel(asked["tunnel"], now)
         self._note(devbox)
         self.table[devbox.devbox_id] = devbox
         self._forget_old()
@@ -358,67 +324,6 @@ class Devboxes:
             devbox.agent = None
         await asyncio.gather(*closing, return_exceptions=True)
 
-    # ------------------------------------------------------------ snapshots
-
-    def snapshot(self, snapshot_id: str) -> Snapshot:
-        try:
-            return self.snapshots[snapshot_id]
-        except KeyError:
-            raise Refused(404, f"snapshot {snapshot_id} not found") from None
-
-    def take_snapshot(self, devbox: Devbox, asked: dict[str, Any]) -> tuple[Snapshot, asyncio.Task[None]]:
-        check_fields(asked, {"name": TEXT, "commit_message": TEXT, "metadata": TEXTS})
-        made = Snapshot(
-            snapshot_id=new_id("snp"),
-            source_id=devbox.devbox_id,
-            created_at=self.ground.clock.now(),
-            metadata=dict(asked.get("metadata") or {}),
-            name=asked.get("name"),
-            commit_message=asked.get("commit_message"),
-        )
-        if devbox.status not in (Status.RUNNING, Status.SUSPENDED):
-            raise Refused(400, f"Devbox {devbox.devbox_id} is {devbox.status}")
-        self.snapshots[made.snapshot_id] = made
-        devbox.snapshotting += 1
-
-        async def work() -> None:
-            try:
-                async with devbox.lock:
-                    made.backing_id = (
-                        devbox.disk
-                        if devbox.backing_id is None
-                        else await self.ground.backing.snapshot(devbox.backing)
-                    )
-                made.status = "complete" if made.backing_id else "error"
-            except (LowtideError, Refused) as error:
-                made.status, made.error = "error", str(error)
-            finally:
-                devbox.snapshotting -= 1
-
-        return made, self._begin(work())
-
-    async def delete_snapshot(self, snapshot: Snapshot) -> None:
-        snapshot.status = "deleted"
-        if snapshot.backing_id is not None:
-            with contextlib.suppress(LowtideError):  # a devbox stands on it: it goes with the emulator
-                await self.ground.backing.delete_snapshot(snapshot.backing_id)
-
-    # ------------------------------------------------------------ tunnels
-
-    def new_tunnel(self, asked: dict[str, Any]) -> Tunnel:
-        check_fields(asked, {"auth_mode": TEXT, "http_keep_alive": FLAG, "wake_on_http": FLAG})
-        mode = asked.get("auth_mode") or "open"
-        if mode not in ("open", "authenticated"):
-            raise Refused(400, "auth_mode must be open or authenticated")
-        return Tunnel(
-            key=new_id("tnl").partition("_")[2],
-            auth_mode=mode,
-            token=new_id("tok") if mode == "authenticated" else None,
-            created_at=self.ground.clock.now(),
-            http_keep_alive=bool(asked.get("http_keep_alive")),
-            wake_on_http=bool(asked.get("wake_on_http")),
-        )
-
     # ------------------------------------------------------------ the rest
 
     def _set(self, devbox: Devbox, status: Status) -> None:
@@ -455,19 +360,6 @@ class Devboxes:
 
 def _account() -> str | None:
     return "user" if users_are_real() else None
-
-
-def _check_launch(launch: dict[str, Any]) -> None:
-    check_fields(launch, _LAUNCH)
-    if launch.get("resource_size_request") not in (None, *_SIZES):
-        raise Refused(400, f"resource_size_request must be one of {', '.join(_SIZES)}")
-    lifecycle = launch.get("lifecycle") or {}
-    check_fields(lifecycle, {"after_idle": OBJECT, "resume_triggers": OBJECT, "lifecycle_hooks": OBJECT})
-    for idle in (launch.get("after_idle"), lifecycle.get("after_idle")):
-        if idle is not None:
-            check_fields(idle, _IDLE, required=("idle_time_seconds", "on_idle"))
-            if idle["on_idle"] not in ("shutdown", "suspend"):
-                raise Refused(400, "on_idle must be shutdown or suspend")
 
 
 async def _either(*waiting: Coroutine[Any, Any, Any]) -> None:
