@@ -16,6 +16,7 @@ WORKERS ?= $(shell echo $$(( 2 * $$(nproc) )))
 
 # Where the newcomer's tests are: the others are not even collected, so their SDKs need not be imported.
 NEWCOMER := tests/unit tests/conformance/test_local.py tests/crash \
+	tests/runtime/test_core.py tests/runtime/test_local.py \
 	tests/emulators/test_daytona_quickstart.py tests/emulators/test_e2b_sdk.py
 
 help: ## show the targets

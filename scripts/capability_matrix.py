@@ -31,7 +31,7 @@ MEANING = {
     Capability.PAUSE: "pause and resume",
     Capability.LIFETIME: "a lifetime that holds when every lowtide process is gone",
     Capability.RENEW: "that lifetime can be moved",
-    Capability.CODE: "`run_code`: a stateful interpreter",
+    Capability.CODE: "an interpreter of its own for `run_code`, which works everywhere",
 }
 
 

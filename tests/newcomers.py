@@ -1,7 +1,7 @@
 """What `make test` runs: the part of the suite for whoever just cloned. No engine, no account, under three minutes.
 
-The marker `newcomer` chooses it: all of `tests/unit` and the conformance suite on the local provider, but for what
-takes long; of each file of the crash matrix the first case on local sandboxes; what carries the mark itself, such as
+The marker `newcomer` chooses it: all of `tests/unit`, the conformance suite and the runtime on the local provider, but
+for what takes long; of each file of the crash matrix the first case on local sandboxes; what carries the mark itself, such as
 one quickstart of each emulator.
 """
 
@@ -9,7 +9,12 @@ from __future__ import annotations
 
 import pytest
 
-WHOLE = ("tests/unit/", "tests/conformance/test_local.py")
+WHOLE = (
+    "tests/unit/",
+    "tests/conformance/test_local.py",
+    "tests/runtime/test_core.py",
+    "tests/runtime/test_local.py",
+)
 ONE_OF_EACH = "tests/crash/"
 LONG = ("alone", "slow", "engine")
 

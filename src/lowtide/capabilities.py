@@ -37,7 +37,6 @@ _INSTEAD = {
     Capability.PORTS: "talk to the program through exec() and files",
     Capability.SNAPSHOT: "download() what you need and upload() it into the next sandbox",
     Capability.PAUSE: "snapshot() and start from it later, or leave it running",
-    Capability.CODE: "write the code to a file and exec() an interpreter",
 }
 
 

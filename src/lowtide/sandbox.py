@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Unpack
 
+    from lowtide.code import CodeRunner
     from lowtide.lifecycle.lease import EndReport, Lease
     from lowtide.lifecycle.owner import Owner
     from lowtide.process import Process, TerminalSession
@@ -42,6 +43,8 @@ class Sandbox(SandboxFiles):
     use. The keywords are those of `SandboxDefaults`, plus ``defaults`` for a set of them. A sandbox is
     ended when its owner ends, whether or not it was used as a context manager.
     """
+
+    _code: CodeRunner | None = None
 
     def __init__(self, **options: Unpack[SandboxOptions]) -> None:
         self._begin(resolve(None, options))
@@ -364,13 +367,19 @@ class Sandbox(SandboxFiles):
         context: str | None = None,
         timeout_seconds: float | None = None,
     ) -> Operation[CodeResult]:
-        """Run code in an interpreter that keeps its state between calls."""
-        self._require("CODE", "run_code")
-        return self._call(
-            lambda provider, sandbox_id: provider.run_code(  # type: ignore[attr-defined]
-                sandbox_id, code, language=language, context=context, timeout_seconds=timeout_seconds
-            )
-        )
+        """Run code in an interpreter that keeps its state between calls of one `context`.
+
+        On every provider. Python comes with rich results where the image has ipykernel, and else with
+        text and the last expression's value; bash and javascript where the image has them.
+        UnsupportedError says what to install. CommandTimeoutError after `timeout_seconds`.
+        """
+        from lowtide.code import CodeRunner
+
+        self._life.connect()
+        if self._code is None:
+            self._code = CodeRunner(self._life)
+        run = self._code.run(code, language=language, context=context, timeout_seconds=timeout_seconds)
+        return Operation.start(run)
 
     # Snapshots, pause, ports.
 

@@ -48,7 +48,7 @@ class Capability(enum.StrEnum):
     PAUSE = "pause"
     LIFETIME = "lifetime"  # a hard lifetime that holds when every lowtide process is gone
     RENEW = "renew"  # that lifetime can be moved while the sandbox runs
-    CODE = "code"  # a stateful interpreter with rich results
+    CODE = "code"  # a stateful interpreter of its own; run_code works without it too
 
 
 class Recovery(enum.Enum):

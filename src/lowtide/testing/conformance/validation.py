@@ -54,7 +54,6 @@ CALLS: dict[Capability, Callable[[Sandbox], object]] = {
     Capability.TTY: lambda box: box.exec(["true"], tty=True),
     Capability.USER: lambda box: box.exec(["true"], user="nobody"),
     Capability.PAUSE: lambda box: box.pause(),
-    Capability.CODE: lambda box: box.run_code("1"),
 }
 """Calls that ask for it."""
 

@@ -1,0 +1,145 @@
+"""Code in an interpreter that keeps its state, on every provider.
+
+A provider with an interpreter of its own runs Python there. Everywhere else, and for its other languages,
+one command in the sandbox holds the interpreters (`lowtide.actionserver.interpret`): IPython where the image
+has ipykernel, plain Python where it has not, bash and node where they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+from typing import TYPE_CHECKING, Any
+
+from lowtide.errors import (
+    CommandTimeoutError,
+    LowtideError,
+    SandboxError,
+    SandboxUnavailableError,
+    UnsupportedError,
+)
+from lowtide.providers.base import STDOUT, Capability, CodeResult, ProcessHandle, ProcessSpec
+
+if TYPE_CHECKING:
+    from lowtide.lifeline import Lifeline
+
+_PYTHON = ("python", "py")
+_SAID_BYTES = 2000
+
+
+class CodeRunner:
+    """The interpreters of one sandbox, as one handle of it holds them."""
+
+    def __init__(self, life: Lifeline) -> None:
+        self._life = life
+        self._starting = asyncio.Lock()
+        self._handle: ProcessHandle | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._said = b""
+
+    async def run(
+        self, code: str, *, language: str, context: str | None, timeout_seconds: float | None
+    ) -> CodeResult:
+        provider, sandbox_id = await self._life.ready()
+        if Capability.CODE in provider.capabilities and (
+            language in _PYTHON or provider.name == "e2b"  # whose service has kernels for more
+        ):
+            ran: CodeResult = await provider.run_code(  # type: ignore[attr-defined]
+                sandbox_id, code, language=language, context=context, timeout_seconds=timeout_seconds
+            )
+            return ran
+        answer = await self._ask(
+            {"code": code, "language": language, "context": context or "", "timeout": timeout_seconds}
+        )
+        if "missing" in answer:
+            raise UnsupportedError(
+                answer["missing"], feature=f"code in {language}", argument="language", **self._life.context
+            )
+        if "failed" in answer:
+            raise SandboxError(f"the interpreter failed: {answer['failed']}", **self._life.context)
+        result = answer["result"]
+        if result["timed_out"]:
+            raise CommandTimeoutError(
+                f"the code was given up after {timeout_seconds:g} seconds", **self._life.context
+            )
+        return CodeResult(
+            stdout=result["stdout"],
+            stderr=result["stderr"],
+            results=tuple(result["results"]),
+            error=result["error"],
+            execution_count=result["execution_count"],
+        )
+
+    async def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        async with self._starting:
+            if self._handle is None:
+                await self._start()
+            handle = self._handle
+            assert handle is not None
+            number = next(self._numbers)
+            answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+            self._waiting[number] = answer
+            with contextlib.suppress(BrokenPipeError):  # it has ended: the answer says so
+                await handle.write_stdin(json.dumps({"id": number, **request}).encode() + b"\n")
+        try:
+            return await answer
+        finally:
+            self._waiting.pop(number, None)
+
+    async def _start(self) -> None:
+        from lowtide.actionserver.bundle import bundle
+        from lowtide.source import chunks_of
+
+        provider, sandbox_id = await self._life.ready()
+        made = bundle()
+        path = f"/tmp/{made.name}"  # noqa: S108 - inside the sandbox
+        await provider.write_file(sandbox_id, path, chunks_of(made.data), size=len(made.data))
+        spec = ProcessSpec(argv=("python3", "-I", path, "interpret"), stdin=True)
+        self._said = b""
+        self._handle = await provider.start_process(sandbox_id, spec)
+        self._reading = asyncio.get_running_loop().create_task(self._read(self._handle))
+
+    async def _read(self, handle: ProcessHandle) -> None:
+        held = b""
+        code: int | None = None
+        try:
+            async for stream, data in handle.output():
+                if stream != STDOUT:
+                    self._said = (self._said + data)[-_SAID_BYTES:]
+                    continue
+                held += data
+                *lines, held = held.split(b"\n")
+                for line in lines:
+                    answer = json.loads(line)
+                    waiting = self._waiting.get(answer["id"])
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result(answer)
+            code = await handle.wait()
+        finally:
+            self._handle = None
+            problem = self._ended(code)
+            for waiting in self._waiting.values():
+                if not waiting.done():
+                    waiting.set_exception(problem)
+            with contextlib.suppress(LowtideError, OSError):
+                await handle.aclose()
+
+    def _ended(self, code: int | None) -> LowtideError:
+        if code == 127:
+            return UnsupportedError(
+                "the image has no python3, which holds the interpreters of every language; take one with Python 3.9 "
+                "or later",
+                feature="code",
+                alternative="exec() of the language's own program",
+                **self._life.context,
+            )
+        said = self._said.decode("utf-8", "replace").strip()
+        return SandboxUnavailableError(
+            f"the interpreters ended (exit code {code}){': ' + said if said else ''}; the next code starts new ones, "
+            "without their state",
+            **self._life.context,
+        )

@@ -1,0 +1,18 @@
+"""The agent's view of a sandbox: `connect()`, `run(action)`, `close()`, the same on every provider."""
+
+from lowtide.runtime.base import Runtime, RuntimeConfig
+from lowtide.runtime.daytona import DaytonaRuntime
+from lowtide.runtime.docker import DockerRuntime
+from lowtide.runtime.e2b import E2BRuntime
+from lowtide.runtime.kubernetes import KubernetesRuntime
+from lowtide.runtime.local import LocalRuntime
+
+__all__ = [
+    "DaytonaRuntime",
+    "DockerRuntime",
+    "E2BRuntime",
+    "KubernetesRuntime",
+    "LocalRuntime",
+    "Runtime",
+    "RuntimeConfig",
+]

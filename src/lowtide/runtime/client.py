@@ -1,0 +1,301 @@
+"""The action server's client: HTTP/1.1 over whatever opens a pair of streams, on the engine's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlencode
+
+from lowtide.actionserver.models import Action, Observation
+from lowtide.errors import (
+    AuthenticationError,
+    RequestTimeoutError,
+    SandboxError,
+    SandboxFileNotFoundError,
+    SandboxUnavailableError,
+    ValidationError,
+)
+
+GRACE_SECONDS = 30.0
+"""On top of an action's own limit, for the way there and back."""
+_CHUNK = 1 << 18
+
+
+class Writer(Protocol):
+    def write(self, data: bytes) -> None: ...
+
+    async def drain(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+Streams = tuple[asyncio.StreamReader, Writer]
+Dial = Callable[[], Awaitable[Streams]]
+
+
+class ActionClient:
+    """Connections are kept for the next request; several requests may be under way at once."""
+
+    def __init__(
+        self,
+        dial: Dial,
+        key: str,
+        *,
+        host: str = "sandbox",
+        prefix: str = "",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self._dial, self._prefix = dial, prefix.rstrip("/")
+        named = {"Host": host, "X-Session-API-Key": key, **(headers or {})}
+        self._headers = "".join(f"{name}: {value}\r\n" for name, value in named.items())
+        self._idle: list[Streams] = []
+        self._closed = False
+
+    async def alive(self, timeout_seconds: float) -> None:
+        """Raises SandboxUnavailableError, RequestTimeoutError; AuthenticationError when the key is not the server's."""
+        await self._json("GET", "/alive", timeout_seconds=timeout_seconds)
+        await self._json("GET", "/sessions", timeout_seconds=timeout_seconds)
+
+    async def server_info(self) -> dict[str, Any]:
+        return dict(await self._json("GET", "/server_info"))
+
+    async def execute(
+        self,
+        action: Action,
+        *,
+        seconds: float,
+        on_output: Callable[[str], None] | None = None,
+    ) -> Observation:
+        """`on_output` gets the output as it appears."""
+        body = json.dumps({"action": action.to_json()}).encode()
+        extra = "Accept: text/event-stream\r\n" if on_output is not None else ""
+        found: Any = None
+        async with (
+            asyncio.timeout(seconds + GRACE_SECONDS),
+            _Exchange(self, "POST", "/execute_action") as exchange,
+        ):
+            await exchange.send(body, extra)
+            if on_output is None:
+                found = json.loads(await exchange.read_all())
+            else:
+                async for name, data in _events(exchange.body()):
+                    if name == "output":
+                        on_output(data["text"])
+                    elif name == "error":
+                        raise SandboxError(f"the action server failed: {data['detail']}")
+                    else:
+                        found = data
+        return Observation.from_json(found)
+
+    async def cancel(self, session: str, grace_seconds: float) -> bool:
+        """End what runs there. False when nothing does."""
+        try:
+            body = {"session": session, "grace_seconds": grace_seconds}
+            await self._json("POST", "/cancel", body, timeout_seconds=3 * grace_seconds + GRACE_SECONDS)
+        except Conflict:
+            return False
+        return True
+
+    async def list_files(self, path: str | None) -> list[str]:
+        return list(await self._json("POST", "/list_files", {"path": path}))
+
+    async def sessions(self) -> dict[str, Any]:
+        return dict((await self._json("GET", "/sessions"))["sessions"])
+
+    async def close_session(self, session: str) -> None:
+        await self._json("POST", "/close_session", {"session": session})
+
+    async def connection_token(self) -> str | None:
+        token = (await self._json("GET", "/vscode/connection_token"))["token"]
+        return None if token is None else str(token)
+
+    async def shutdown(self, timeout_seconds: float) -> None:
+        """End all that the server started, and the server."""
+        await self._json("POST", "/shutdown", {}, timeout_seconds=timeout_seconds)
+
+    async def upload(self, source: Path, destination: str, *, recursive: bool) -> int:
+        """A file into that directory; with `recursive` it is a zip of what goes there."""
+        boundary = secrets.token_hex(16)
+        name = source.name.replace('"', "%22")
+        head = (
+            f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="{name}"\r\n'
+            "Content-Type: application/octet-stream\r\n\r\n"
+        ).encode()
+        tail = f"\r\n--{boundary}--\r\n".encode()
+        size = source.stat().st_size  # noqa: ASYNC240
+        query = urlencode({"destination": destination, "recursive": str(recursive).lower()})
+        async with _Exchange(self, "POST", f"/upload_file?{query}") as exchange:
+            kind = f"Content-Type: multipart/form-data; boundary={boundary}\r\n"
+            await exchange.begin(len(head) + size + len(tail), kind)
+            await exchange.write(head)
+            with source.open("rb") as file:
+                while piece := file.read(_CHUNK):
+                    await exchange.write(piece)
+            await exchange.write(tail)
+            await exchange.answered()
+            await exchange.read_all()
+        return size
+
+    async def download(self, path: str, destination: Path, *, raw: bool = False) -> int:
+        """A zip, or with `raw` the plain file, into `destination`."""
+        size = 0
+        query = urlencode({"path": path, "raw": "1" if raw else "0"})
+        async with _Exchange(self, "GET", f"/download_files?{query}") as exchange:
+            await exchange.send(b"", "")
+            with destination.open("wb") as file:
+                async for piece in exchange.body():
+                    size += file.write(piece)
+        return size
+
+    async def aclose(self) -> None:
+        self._closed = True
+        idle, self._idle = self._idle, []
+        for _, writer in idle:
+            writer.close()
+
+    async def _json(self, method: str, path: str, body: Any = None, *, timeout_seconds: float = 30.0) -> Any:
+        try:
+            async with asyncio.timeout(timeout_seconds), _Exchange(self, method, path) as exchange:
+                await exchange.send(b"" if body is None else json.dumps(body).encode(), "")
+                return json.loads(await exchange.read_all())
+        except TimeoutError:
+            raise RequestTimeoutError(
+                f"the action server did not answer within {timeout_seconds:g} seconds"
+            ) from None
+
+
+class Conflict(SandboxError):
+    """Status 409: it makes sense, but not now."""
+
+
+class _Exchange:
+    """One request and its answer. Its connection is kept when both were whole, and closed otherwise."""
+
+    def __init__(self, client: ActionClient, method: str, path: str) -> None:
+        self._client, self._method, self._path = client, method, path
+        self._streams: Streams | None = None
+        self._chunked, self._length, self._keep, self._whole = False, 0, False, False
+
+    async def __aenter__(self) -> _Exchange:
+        if self._client._closed:
+            raise SandboxError("the runtime is closed; connect() again")
+        try:
+            while self._client._idle:
+                self._streams = self._client._idle.pop()
+                if not self._streams[0].at_eof():
+                    return self
+            self._streams = await self._client._dial()
+        except OSError as error:
+            raise SandboxUnavailableError(f"the action server cannot be reached: {error}") from error
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._streams is None:
+            return
+        if self._whole and self._keep and not self._client._closed:
+            self._client._idle.append(self._streams)
+        else:
+            self._streams[1].close()
+
+    async def send(self, body: bytes, extra: str) -> None:
+        await self.begin(len(body), extra + "Content-Type: application/json\r\n" if body else extra, body)
+        await self.answered()
+
+    async def begin(self, length: int, extra: str, body: bytes = b"") -> None:
+        head = (
+            f"{self._method} {self._client._prefix}{self._path} HTTP/1.1\r\n{self._client._headers}{extra}"
+            f"Content-Length: {length}\r\n\r\n"
+        )
+        await self.write(head.encode("latin-1") + body)
+
+    async def write(self, data: bytes) -> None:
+        assert self._streams is not None
+        try:
+            self._streams[1].write(data)
+            await self._streams[1].drain()
+        except OSError as error:
+            raise SandboxUnavailableError(f"the way to the action server broke: {error}") from error
+
+    async def answered(self) -> None:
+        """The head of the answer; raises what a status other than 200 means."""
+        head = (await self._read(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        status = int(head[0].split()[1])
+        headers = {
+            name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])
+        }
+        self._chunked = headers.get("transfer-encoding", "").lower() == "chunked"
+        self._length = int(headers.get("content-length", "0"))
+        self._keep = headers.get("connection", "").lower() != "close"
+        if status != 200:
+            raise _failure(status, await self.read_all())
+
+    async def read_all(self) -> bytes:
+        return b"".join([piece async for piece in self.body()])
+
+    async def body(self) -> AsyncIterator[bytes]:
+        while self._chunked:
+            size = int((await self._read(b"\r\n")).split(b";")[0], 16)
+            if size:
+                yield await self._exactly(size)
+            await self._exactly(2)
+            if not size:
+                break
+        while self._length:
+            piece = await self._exactly(min(self._length, _CHUNK))
+            self._length -= len(piece)
+            yield piece
+        self._whole = True
+
+    async def _read(self, end: bytes) -> bytes:
+        assert self._streams is not None
+        try:
+            return await self._streams[0].readuntil(end)
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise _broken(error) from error
+
+    async def _exactly(self, size: int) -> bytes:
+        assert self._streams is not None
+        try:
+            return await self._streams[0].readexactly(size)
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise _broken(error) from error
+
+
+def _broken(error: Exception) -> SandboxUnavailableError:
+    return SandboxUnavailableError(
+        f"the connection to the action server ended before its answer ({type(error).__name__}); what was asked for "
+        "may have happened",
+        retryable=False,
+    )
+
+
+def _failure(status: int, body: bytes) -> Exception:
+    try:
+        said = str(json.loads(body)["detail"])
+    except (ValueError, KeyError, TypeError):
+        said = body.decode("utf-8", "replace")[:500]
+    if status in (400, 405, 413, 431):
+        return ValidationError(said)
+    if status == 403:
+        return AuthenticationError(f"the action server refuses: {said}")
+    if status == 404:
+        return SandboxFileNotFoundError(said)
+    if status == 409:
+        return Conflict(said)
+    if status in (502, 503, 504):
+        return SandboxUnavailableError(f"the way to the action server answers {status}: {said}")
+    return SandboxError(f"the action server answers {status}: {said}")
+
+
+async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[tuple[str, Any]]:
+    held = b""
+    async for piece in pieces:
+        held += piece
+        while b"\n\n" in held:
+            event, _, held = held.partition(b"\n\n")
+            name, _, data = event.partition(b"\n")
+            yield name.decode().removeprefix("event: "), json.loads(data.removeprefix(b"data: "))

@@ -1,0 +1,157 @@
+"""A persistent shell over a provider's terminal: the core's state machine, driven from this end."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import secrets
+import signal
+from collections.abc import Callable
+
+from lowtide.actionserver.shell import COLUMNS, ENVIRONMENT, KEYS, ROWS, START_SECONDS, Outcome, Shell
+from lowtide.errors import SandboxFailedError
+from lowtide.providers.base import ProcessHandle, ProcessSpec, TerminalSize
+from lowtide.sandbox import Sandbox
+
+Listener = Callable[[str], None]
+
+
+class DirectShell:
+    """One session. Everything runs on the engine's loop."""
+
+    def __init__(self, sandbox: Sandbox, directory: str, cwd: str) -> None:
+        self._sandbox = sandbox
+        self.shell = Shell(directory, secrets.token_hex(12), cwd)
+        self._handle: ProcessHandle | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._changed = asyncio.Condition()
+        self._listener: Listener | None = None
+        self._reader = 0
+        self._closed = False
+
+    async def start(self) -> None:
+        provider, sandbox_id = await self._sandbox._life.ready()
+        await self._sandbox.write_file(f"{self.shell.directory}/rc", self.shell.rc())
+        spec = ProcessSpec(
+            argv=tuple(self.shell.argv()),
+            environment=ENVIRONMENT,
+            stdin=True,
+            tty=TerminalSize(columns=COLUMNS, rows=ROWS),
+        )
+        self._handle = await provider.start_process(sandbox_id, spec)
+        self._reading = asyncio.get_running_loop().create_task(self._read(self._handle))
+        await self._until(lambda: self.shell.at_prompt or self._closed, START_SECONDS)
+        if not self.shell.at_prompt:
+            await self.aclose()
+            raise SandboxFailedError(
+                f"bash gave no prompt within {START_SECONDS:g} seconds", reason="no shell"
+            )
+
+    async def run(
+        self, command: str, soft: float | None, hard: float | None, listener: Listener | None
+    ) -> Outcome:
+        now = asyncio.get_running_loop().time()
+        if not self.shell.at_prompt and self.shell.command is None:
+            await self._until(lambda: self.shell.at_prompt, START_SECONDS)
+        if self.shell.command is not None:
+            return self.shell.refused(command, now)
+        content = self.shell.begin(command, now)
+        await self._sandbox.write_file(f"{self.shell.directory}/command", content)
+        await self._type(self.shell.line)
+        return await self._wait(soft, hard, listener)
+
+    async def read_on(
+        self, soft: float | None, hard: float | None, listener: Listener | None
+    ) -> Outcome | None:
+        return None if not self.shell.pending else await self._wait(soft, hard, listener)
+
+    async def send(
+        self, keys: str, soft: float | None, hard: float | None, listener: Listener | None
+    ) -> Outcome | None:
+        if not self.shell.pending:
+            return None
+        if self.shell.command is None:
+            return await self._wait(soft, hard, listener)
+        await self._type(KEYS[keys] if keys in KEYS else keys.encode("utf-8", "surrogateescape") + b"\n")
+        return await self._wait(soft, hard, listener)
+
+    async def interrupt(self, grace_seconds: float) -> bool:
+        """End the running command: Ctrl+C, then the whole shell. False when none runs."""
+        if self.shell.command is None:
+            return False
+        await self._type(KEYS["C-c"])
+        if not await self._until(lambda: self.shell.command is None, grace_seconds) and self._handle:
+            self.shell.forced_exit_code = 128 + signal.SIGHUP
+            await self._handle.signal(signal.SIGHUP)
+            await self._until(lambda: self.shell.command is None, grace_seconds)
+        return True
+
+    async def aclose(self) -> None:
+        self._closed = True
+        handle, self._handle = self._handle, None
+        if self._reading is not None:
+            self._reading.cancel()
+        if handle is not None:
+            await handle.terminate(0.5)
+            await handle.aclose()
+
+    async def _type(self, data: bytes) -> None:
+        if self._handle is not None:
+            await self._handle.write_stdin(data)
+
+    async def _read(self, handle: ProcessHandle) -> None:
+        loop = asyncio.get_running_loop()
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        async for _, data in handle.output():
+            output = self.shell.feed(data, loop.time())
+            if output and self._listener is not None:
+                self._listener(decoder.decode(output))
+            if output or self.shell.at_prompt:
+                await self._notify()
+        orderly = self.shell.ended(await handle.wait(), loop.time())
+        await handle.aclose()
+        if self._closed:
+            return
+        state, restore = (f"{self.shell.directory}/{name}" for name in ("state", "restore"))
+        change = ["mv", state, restore] if orderly else ["rm", "-f", restore]
+        await self._sandbox.exec(change)
+        await self._notify()
+        in_background = asyncio.get_running_loop().create_task(self.start())
+        self._reading = in_background
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _until(self, check: Callable[[], bool], seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds), self._changed:
+                await self._changed.wait_for(check)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _wait(self, soft: float | None, hard: float | None, listener: Listener | None) -> Outcome:
+        loop = asyncio.get_running_loop()
+        since = loop.time()
+        self._reader += 1
+        mine = self._reader
+        self._listener = listener
+        try:
+            while True:
+                now = loop.time()
+                if mine != self._reader:
+                    return self.shell.taken_over(now)
+                outcome = self.shell.outcome(now, since, soft, hard)
+                if outcome is not None:
+                    return outcome
+                due = self.shell.due(since, soft, hard)
+                left = None if due is None else max(0.0, due - now)
+                try:
+                    async with asyncio.timeout(left), self._changed:
+                        await self._changed.wait()
+                except TimeoutError:
+                    pass
+        finally:
+            if mine == self._reader:
+                self._listener = None

@@ -1,0 +1,1 @@
+"""The agent's view: the action server and the runtimes."""
