@@ -21,7 +21,7 @@ from swerex.runtime.local import LocalRuntime
 from swerex.runtime.abstract import BashAction, CreateBashSessionRequest
 async def main():
     runtime = LocalRuntime()
-    await runtime.create_session(CreateBashSessionRequest())
+    await runtime.create_session(CreateBashSessionRequest(startup_timeout=60.0))
     print("ready", flush=True)
     for line in sys.stdin:
         start = time.perf_counter()

@@ -99,6 +99,16 @@ def _daytona_import(home: Path, given: Namespace) -> Comparison:
     return imports.import_beside("daytona", given.samples)
 
 
+def _actions(name: str, *, large: bool = False) -> Measure:
+    def measure(home: Path, given: Namespace) -> Comparison:
+        from benchmarks import actions
+
+        run: Callable[[int], Comparison] = getattr(actions, name)
+        return run(given.large_samples if large else given.samples)
+
+    return measure
+
+
 SECTIONS: dict[str, dict[str, Measure]] = {
     "The local provider": {
         "life": _life,
@@ -111,6 +121,13 @@ SECTIONS: dict[str, dict[str, Measure]] = {
         "ledger": _ledger,
         "killed-owner": _killed_owner,
         "long-ledger": _long_ledger,
+    },
+    "The agent's view": {
+        "action-swerex": _actions("round_trip_swerex", large=True),
+        "action-openhands": _actions("round_trip_openhands", large=True),
+        "action-launch": _actions("launch", large=True),
+        "action-memory": _actions("idle_memory", large=True),
+        "action-output": _actions("much_output", large=True),
     },
     "Docker, Kubernetes and images": {
         "docker-life": _engine("docker_life"),

@@ -16,7 +16,15 @@ import pytest
 import lowtide
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("api.md", "local.md", "network.md", "quickstart.md", "testing.md", "what-if-my-process-dies.md")
+PAGES = (
+    "api.md",
+    "local.md",
+    "network.md",
+    "quickstart.md",
+    "runtimes.md",
+    "testing.md",
+    "what-if-my-process-dies.md",
+)
 
 
 def _examples() -> list[object]:
