@@ -43,6 +43,15 @@ def whole(lowest: int, largest: int) -> Kind:
     )
 
 
+def seconds(largest: float) -> Kind:
+    return Kind(
+        f"a number of seconds from 0 to {largest:g}",
+        lambda given: (
+            isinstance(given, int | float) and not isinstance(given, bool) and 0 <= given <= largest
+        ),
+    )
+
+
 def check_fields(
     body: Mapping[str, Any], kinds: Mapping[str, Kind], *, required: tuple[str, ...] = ()
 ) -> None:

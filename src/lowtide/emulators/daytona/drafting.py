@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import shlex
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lowtide.emulators import dockerfile
 from lowtide.emulators.daytona.answers import Refused, rfc3339, strings_of, whole_of
 from lowtide.emulators.daytona.machine import known_user
 from lowtide.emulators.daytona.sandbox import Intervals, Sandbox
@@ -92,7 +91,7 @@ def draft(
             "updatedAt": moment,
             "snapshotRef": f"daytona-{sandbox.sandbox_id}",
         }
-        sandbox.environment = {**_variables(build["dockerfileContent"]), **sandbox.environment}
+        sandbox.environment = {**dockerfile.variables(build["dockerfileContent"]), **sandbox.environment}
     return sandbox
 
 
@@ -128,16 +127,3 @@ def copy(source: Sandbox, now: float) -> Sandbox:
 
 def either(given: int | None, otherwise: int) -> int:
     return otherwise if given is None else given
-
-
-def _variables(dockerfile: str) -> dict[str, str]:
-    """The ENV lines, the one instruction that can be followed without a builder."""
-    found: dict[str, str] = {}
-    for line in dockerfile.splitlines():
-        if line.upper().startswith("ENV "):
-            with contextlib.suppress(ValueError):
-                for word in shlex.split(line[4:]):
-                    key, equals, value = word.partition("=")
-                    if equals:
-                        found[key] = value
-    return found

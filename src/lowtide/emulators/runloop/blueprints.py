@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import shlex
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from lowtide.emulators import dockerfile
 from lowtide.emulators.fields import LIST_OF_TEXT, OBJECT, TEXT, TEXTS, check_fields
 from lowtide.emulators.runloop.model import Refused, milliseconds, new_id
 
@@ -59,7 +58,7 @@ class Blueprints:
             created_at=self.ground.clock.now(),
             parameters={key: value for key, value in asked.items() if value is not None},
             metadata=dict(asked.get("metadata") or {}),
-            environment=_variables(asked.get("dockerfile") or ""),
+            environment=dockerfile.variables(asked.get("dockerfile") or ""),
         )
         self.table[made.blueprint_id] = made
         return made
@@ -95,16 +94,3 @@ class Blueprints:
         return [
             {"level": "info", "timestamp_ms": moment, "message": f"not run here: {line}"} for line in lines
         ]
-
-
-def _variables(dockerfile: str) -> dict[str, str]:
-    """The ENV lines, the one instruction that can be followed without a builder."""
-    found: dict[str, str] = {}
-    for line in dockerfile.splitlines():
-        if line.upper().startswith("ENV "):
-            with contextlib.suppress(ValueError):
-                for word in shlex.split(line[4:]):
-                    key, equals, value = word.partition("=")
-                    if equals:
-                        found[key] = value
-    return found

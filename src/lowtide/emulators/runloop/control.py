@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from lowtide.emulators.faults import Fault, FaultName
-from lowtide.emulators.fields import LIST_OF_TEXT, TEXT, TEXTS, Kind, check_fields
+from lowtide.emulators.fields import LIST_OF_TEXT, TEXT, TEXTS, check_fields, seconds
 from lowtide.emulators.request_check import json_object
 from lowtide.emulators.runloop.launch import new_tunnel
 from lowtide.emulators.runloop.listing import page
@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 
 _HOLD_SECONDS = 25.0
 _REMEMBERED_REQUESTS = 10_000
-_SECONDS = Kind(
-    "a number of seconds from 0 to 60",
-    lambda given: isinstance(given, int | float) and not isinstance(given, bool) and 0 <= given <= 60,
-)
+_SECONDS = seconds(60)
 
 
 class Control:

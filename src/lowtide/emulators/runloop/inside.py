@@ -11,7 +11,7 @@ from aiohttp import BodyPartReader, web
 
 from lowtide.emulators.agent.client import AgentError
 from lowtide.emulators.faults import FaultName
-from lowtide.emulators.fields import FLAG, LIST_OF_TEXT, TEXT, Kind, check_fields
+from lowtide.emulators.fields import FLAG, LIST_OF_TEXT, TEXT, check_fields, seconds
 from lowtide.emulators.request_check import json_object, query_number
 from lowtide.emulators.runloop.executions import STREAMS, Execution
 from lowtide.emulators.runloop.model import Devbox, Refused
@@ -21,10 +21,7 @@ if TYPE_CHECKING:
     from lowtide.emulators.runloop import RunloopEmulator
 
 _HOLD_SECONDS = 25.0
-_SECONDS = Kind(
-    "a number of seconds from 0 to 60",
-    lambda given: isinstance(given, int | float) and not isinstance(given, bool) and 0 <= given <= 60,
-)
+_SECONDS = seconds(60)
 _MOST_LINES = 1_000_000
 _MOST_FINISHED = 1000
 
