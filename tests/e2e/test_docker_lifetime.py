@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 
-from tests.container_engine import IMAGE, Boxes
+from tests.container_engine import IMAGE, Boxes, needs_docker
 
+from lowtide import Sandbox
 from lowtide.providers.base import SandboxState
 
 _CREATOR = """
@@ -89,3 +90,23 @@ async def test_orphans_of_a_command_are_reaped(boxes: Boxes) -> None:
             break
         await asyncio.sleep(0.1)
     assert "sleep" not in out  # neither asleep nor `Z [sleep] <defunct>`
+
+
+@needs_docker[1]
+def test_a_sandbox_with_its_own_main_command_can_be_kept() -> None:
+    tag = f"kept-{os.getpid()}"
+    with Sandbox.run(
+        "sleep",
+        "1000",
+        provider="docker",
+        container_image=IMAGE,
+        tags=[tag],
+        keep="always",
+        keep_for_seconds=120,
+    ) as sandbox:
+        sandbox.wait()
+    listed = subprocess.run(
+        [sys.executable, "-m", "lowtide", "ls", "--tag", tag, "--json"], capture_output=True, check=True
+    )
+    Sandbox.delete(str(sandbox.sandbox_id)).result()
+    assert b"kept" in listed.stdout.lower()

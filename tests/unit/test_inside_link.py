@@ -8,10 +8,11 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.inside_program import run, serving
+from tests.inside_program import Inside, run, serving
 
 from lowtide.errors import SandboxUnavailableError
 from lowtide.providers.base import ProcessSpec
+from lowtide.providers.inside import Clients
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -110,3 +111,26 @@ async def test_the_first_command_rides_along_with_the_greeting() -> None:
         inside.open = opening  # type: ignore[method-assign,assignment]
         assert (await run(inside.client(), "echo", "along"))[1] == b"along\n"
         assert b"along\0" in sent[0]
+
+
+def test_another_event_loop_gets_a_client_of_its_own() -> None:
+    inside = Inside()
+
+    async def key(sandbox_id: str) -> bytes:
+        return b"k" * 16
+
+    clients = Clients("test", lambda sandbox_id, first: inside.open(first), key)
+
+    async def once(*, last: bool) -> bytes:
+        client = await clients.get("here")
+        inside.clients.append(client)
+        out = (await run(client, "echo", "here"))[1]
+        for channel in inside.channels:
+            channel.close()
+        if last:
+            clients.close()
+            await inside.aclose()
+        return out
+
+    assert asyncio.run(once(last=False)) == b"here\n"
+    assert asyncio.run(once(last=True)) == b"here\n"

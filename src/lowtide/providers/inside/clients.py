@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 from lowtide.providers.inside.channel import Channel
@@ -9,7 +10,7 @@ from lowtide.providers.inside.client import Client
 
 
 class Clients:
-    """One per provider and event loop."""
+    """One per provider. Another event loop, or a forked child, gets clients of its own."""
 
     def __init__(
         self,
@@ -21,8 +22,12 @@ class Clients:
     ) -> None:
         self._provider, self._open_channel, self._key, self._text = provider, open_channel, key, text
         self._clients: dict[str, Client] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def get(self, sandbox_id: str) -> Client:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._clients = loop, {}
         client = self._clients.get(sandbox_id)
         if client is None or not client.alive:
             key = await self._key(sandbox_id)
@@ -42,6 +47,7 @@ class Clients:
         self._clients.pop(sandbox_id, None)
 
     def close(self) -> None:
-        for client in self._clients.values():
-            client.close()
+        if self._loop is asyncio.get_running_loop():
+            for client in self._clients.values():
+                client.close()
         self._clients.clear()
