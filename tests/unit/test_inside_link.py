@@ -125,11 +125,13 @@ def test_another_event_loop_gets_a_client_of_its_own() -> None:
         client = await clients.get("here")
         inside.clients.append(client)
         out = (await run(client, "echo", "here"))[1]
-        for channel in inside.channels:
-            channel.close()
         if last:
             clients.close()
             await inside.aclose()
+        while inside.channels:  # the first loop ends under its client
+            channel = inside.channels.pop()
+            channel.close()
+            await channel.process.wait()
         return out
 
     assert asyncio.run(once(last=False)) == b"here\n"
