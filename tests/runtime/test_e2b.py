@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
 
 from lowtide import Sandbox
 from lowtide.emulators.handle import Handle
-from lowtide.errors import SandboxFailedError, SandboxNotFoundError, UnsupportedError
+from lowtide.errors import LowtideError, SandboxFailedError, SandboxNotFoundError, UnsupportedError
 from lowtide.runtime import E2BRuntime
 from lowtide.runtime.base import new_sid, session_tag
 from lowtide.runtime.direct import Direct
@@ -98,3 +99,16 @@ def test_code_runs_in_the_service_of_its_own(emulator: Handle) -> None:
 def test_there_is_no_server_to_have_an_address(runtime: E2BRuntime) -> None:
     with pytest.raises(UnsupportedError, match="no action server"):
         runtime.server_url().result(SECONDS)
+
+
+def test_a_sandbox_that_ends_under_a_command_is_said(emulator: Handle) -> None:
+    runtime = E2BRuntime()
+    runtime.connect().result(SECONDS)
+    runtime.run_command("true").result(SECONDS)
+    running = runtime.run_command("sleep 600", timeout=600, no_change_timeout=600)
+    Sandbox.delete(str(runtime.sandbox_id), provider="e2b").result(SECONDS)
+    with contextlib.suppress(LowtideError):
+        assert running.result(SECONDS).exit_code != 0
+    with pytest.raises(LowtideError):
+        runtime.run_command("echo hi").result(SECONDS)
+    runtime.close()

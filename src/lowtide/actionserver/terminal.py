@@ -123,6 +123,7 @@ class Terminal:
             self._closed = True
             pid = self._pid
         end_session(pid, grace_seconds)
+        shutil.rmtree(self.shell.directory, ignore_errors=True)
 
     def _wait(
         self, soft: float | None, hard: float | None, listener: Callable[[bytes], None] | None

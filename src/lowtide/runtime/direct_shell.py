@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable
 
 from lowtide.actionserver.shell import COLUMNS, ENVIRONMENT, KEYS, ROWS, START_SECONDS, Outcome, Shell
-from lowtide.errors import SandboxFailedError
+from lowtide.errors import LowtideError, SandboxFailedError
 from lowtide.providers.base import ProcessHandle, ProcessSpec, TerminalSize
 from lowtide.sandbox import Sandbox
 
@@ -28,6 +28,7 @@ class DirectShell:
         self._listener: Listener | None = None
         self._reader = 0
         self._closed = False
+        self._error: LowtideError | None = None
 
     async def start(self) -> None:
         provider, sandbox_id = await self._sandbox._life.ready()
@@ -40,7 +41,11 @@ class DirectShell:
         )
         self._handle = await provider.start_process(sandbox_id, spec)
         self._reading = asyncio.get_running_loop().create_task(self._read(self._handle))
-        await self._until(lambda: self.shell.at_prompt or self._closed, START_SECONDS)
+        await self._until(
+            lambda: self.shell.at_prompt or self._closed or self._error is not None, START_SECONDS
+        )
+        if self._error is not None:
+            raise self._error
         if not self.shell.at_prompt:
             await self.aclose()
             raise SandboxFailedError(
@@ -52,11 +57,14 @@ class DirectShell:
     ) -> Outcome:
         now = asyncio.get_running_loop().time()
         if not self.shell.at_prompt and self.shell.command is None:
-            await self._until(lambda: self.shell.at_prompt, START_SECONDS)
+            await self._until(lambda: self.shell.at_prompt or self._error is not None, START_SECONDS)
+        if self._error is not None:
+            raise self._error
         if self.shell.command is not None:
             return self.shell.refused(command, now)
         content = self.shell.begin(command, now)
         await self._sandbox.write_file(f"{self.shell.directory}/command", content)
+        self._listener = listener  # before the first output can come
         await self._type(self.shell.line)
         return await self._wait(soft, hard, listener)
 
@@ -72,6 +80,7 @@ class DirectShell:
             return None
         if self.shell.command is None:
             return await self._wait(soft, hard, listener)
+        self._listener = listener
         await self._type(KEYS[keys] if keys in KEYS else keys.encode("utf-8", "surrogateescape") + b"\n")
         return await self._wait(soft, hard, listener)
 
@@ -100,6 +109,16 @@ class DirectShell:
             await self._handle.write_stdin(data)
 
     async def _read(self, handle: ProcessHandle) -> None:
+        """Everything the terminal says, and a new bash when this one has ended."""
+        try:
+            await self._read_to_end(handle)
+            if not self._closed:
+                await self.start()
+        except LowtideError as error:
+            self._error = error  # for whoever waits, and for the next command
+        await self._notify()
+
+    async def _read_to_end(self, handle: ProcessHandle) -> None:
         loop = asyncio.get_running_loop()
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         async for _, data in handle.output():
@@ -109,15 +128,12 @@ class DirectShell:
             if output or self.shell.at_prompt:
                 await self._notify()
         orderly = self.shell.ended(await handle.wait(), loop.time())
+        await self._notify()
         await handle.aclose()
         if self._closed:
             return
         state, restore = (f"{self.shell.directory}/{name}" for name in ("state", "restore"))
-        change = ["mv", state, restore] if orderly else ["rm", "-f", restore]
-        await self._sandbox.exec(change)
-        await self._notify()
-        in_background = asyncio.get_running_loop().create_task(self.start())
-        self._reading = in_background
+        await self._sandbox.exec(["mv", state, restore] if orderly else ["rm", "-f", restore])
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -140,6 +156,8 @@ class DirectShell:
         try:
             while True:
                 now = loop.time()
+                if self._error is not None:
+                    raise self._error
                 if mine != self._reader:
                     return self.shell.taken_over(now)
                 outcome = self.shell.outcome(now, since, soft, hard)
