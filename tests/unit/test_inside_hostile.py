@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tests.inside_program import Inside, run
 
@@ -272,6 +272,7 @@ def test_a_program_that_says_anything(said: list[bytes], text: bool) -> None:
     said=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 3), st.binary(max_size=12)), max_size=12),
     stored=st.integers(0, 200),
 )
+@example(said=[(frames.EXITED, 1, bytes(4))], stored=20)
 def test_a_program_that_answers_in_any_order(said: list[tuple[int, int, bytes]], stored: int) -> None:
     stream = b"".join(frames.frame(kind, number, data) for kind, number, data in said)
     asyncio.run(_believed([_welcome(0, stored) + _packet(stream)]))

@@ -140,6 +140,10 @@ class InsideProcess:
             self._output.put(STDERR if kind == frames.STDERR else 1, data)
         elif kind == frames.EXITED:
             self._end_input()
+            if (
+                not self.started.done()
+            ):  # a program that leaves out the start must not leave us waiting for it
+                self.started.set_result(None)
             self._output.finish(frames.value(data) & 0xFF)
         elif kind == frames.STARTED and not self.started.done():
             self.started.set_result(None)
