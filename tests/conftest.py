@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.testing.leaks import Leak, Watch
+from lowtide.trees.remove import remove_tree
 from tests import newcomers, retries
 
 RUN = "LOWTIDE_TEST_RUN"  # the run's directory, handed by the controller to its workers
@@ -84,7 +84,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
     if not _is_worker(config):
-        shutil.rmtree(os.environ[RUN], ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_tree(Path(os.environ[RUN]))  # some tests make trees deeper than the stack
     for name, value in config.stash[_outer].items():
         if value is None:
             os.environ.pop(name, None)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from lowtide.trees.remove import remove_tree
 
 ROOT = Path(__file__).parents[1]
 SYSTEM_PYTHON = "/usr/bin/python3"
@@ -48,7 +51,8 @@ class OrdinaryUser:
         return self
 
     def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self.place, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_tree(self.place)  # rmtree goes no deeper than the stack
 
     def command(self, *arguments: str) -> list[str]:
         """What runs this Python with these arguments as the user, with the packages of this environment."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict
 
-from lowtide import validate
+from lowtide import config_file, validate
 from lowtide.errors import ValidationError
 
 if TYPE_CHECKING:
@@ -218,10 +218,10 @@ def explicit(defaults: SandboxDefaults | Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value not in (None, (), {})}
 
 
-def config_file() -> str:
+def config_path() -> str:
     from lowtide.machine import home
 
-    return str(home() / "config.toml")
+    return str(config_file.path(home()))
 
 
 def _from_environment() -> dict[str, str]:
@@ -229,25 +229,16 @@ def _from_environment() -> dict[str, str]:
 
 
 def _from_file() -> tuple[dict[str, Any], str]:
-    path = config_file()
-    try:
-        changed = os.stat(path).st_mtime_ns
-    except OSError:
+    path = config_path()
+    options = config_file.read(Path(path))
+    for table in config_file.TABLES:
+        options.pop(table, None)
+    if not options:
         return {}, path
-    return _read_config(path, changed), path
-
-
-@cache
-def _read_config(path: str, _changed: int) -> dict[str, Any]:
-    import tomllib
-
     try:
-        with open(path, "rb") as file:
-            options = tomllib.load(file)
-        return explicit(options)
-    except (tomllib.TOMLDecodeError, ValidationError) as error:
-        argument = error.argument if isinstance(error, ValidationError) else None
-        raise ValidationError(f"{path}: {error}", argument=argument) from error
+        return explicit(options), path
+    except ValidationError as error:
+        raise ValidationError(f"{path}: {error}", argument=error.argument) from error
 
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:

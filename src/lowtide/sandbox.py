@@ -204,6 +204,11 @@ class Sandbox(SandboxFiles):
         return _moment(lease.expires_at) if lease is not None else None
 
     @property
+    def unheld(self) -> tuple[str, ...]:
+        """Bounds that protect the machine by default and that its machine cannot hold, each with the reason."""
+        return self._life.info.unheld if self._life.info is not None else ()
+
+    @property
     def kept_until(self) -> datetime | None:
         """Until when it is kept, for one that outlived its end."""
         return _moment(self._life.kept_until)

@@ -124,6 +124,7 @@ def test_config_says_where_each_value_came_from_and_shows_no_secret(cli: Cli) ->
     assert settings["home"]["value"] == str(cli.home)
     assert settings["working_dir"]["source"] == "default"
     assert "from-file" in cli("config").stdout.decode()
+    assert settings["local.cpu_weight"] == {"key": "local.cpu_weight", "value": 50, "source": "default"}
 
 
 def test_the_provider_of_the_file_is_the_one_that_commands_without_one_mean(cli: Cli) -> None:  # noqa: F811

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from lowtide.errors import ValidationError
-from lowtide.providers.local import LocalProvider, cgroups, doctor
+from lowtide.providers.base import Limits
+from lowtide.providers.local import LocalProvider, bound_groups, cgroups, doctor
 from lowtide.providers.local.bound import Bound
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -41,11 +46,7 @@ async def test_all_sandboxes_together_have_so_much_memory(
         async for info in provider.list({}):
             await provider.destroy(info.sandbox_id)
         await provider.aclose()
-    for _ in range(200):
-        if not any(group.exists() for group in groups):
-            break
-        await asyncio.sleep(0.05)
-    assert [group for group in groups if group.exists()] == []
+    await gone(groups)
 
 
 @needs_groups
@@ -78,19 +79,180 @@ print(made)
     assert (await shell(provider, made.sandbox_id, raised))[0] != 0
 
 
-def test_the_bound_is_said_and_set(monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_groups
+async def test_a_limit_of_its_own_and_the_bound_hold_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOWTIDE_LOCAL_MEMORY_BYTES", str(256 << 20))
+    provider = LocalProvider.connect({"LOWTIDE_HOME": str(tmp_path / "home")})
+    try:
+        large = await provider.create(spec(limits=Limits(memory_bytes=1 << 30)))
+        small = await provider.create(spec(limits=Limits(memory_bytes=64 << 20)))
+        take = "x = bytearray(int(__import__('sys').argv[1]) << 20); print(len(x))"
+        assert (await run(provider, large.sandbox_id, "python3", "-c", take, "400"))[0] == 137
+        assert (await run(provider, large.sandbox_id, "python3", "-c", take, "100"))[0] == 0
+        assert (await run(provider, small.sandbox_id, "python3", "-c", take, "100"))[0] == 137
+        assert (await run(provider, small.sandbox_id, "python3", "-c", take, "20"))[0] == 0
+        groups = [group.path for group in provider._workshop.bound]
+        for made in (large, small):
+            own = provider._place(made.sandbox_id).spec()["cgroups"]  # type: ignore[index]
+            assert own
+            assert all(Path(path).parent in groups for path in own)
+    finally:
+        async for info in provider.list({}):
+            await provider.destroy(info.sandbox_id)
+        await provider.aclose()
+    await gone(groups)
+
+
+def test_version_2_takes_limits_below_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the kernel's own version 2, by a controller that is free here: it refuses a group with processes in it."""
+    mount = Path("/sys/fs/cgroup/unified")
+    controllers = (mount / "cgroup.controllers").read_text().split() if mount.is_dir() else []
+    if os.geteuid() != 0 or "hugetlb" not in controllers:
+        pytest.skip("no controller of version 2 is free here")
+    place = cgroups.Hierarchy(version=2, parent=mount, own=mount)
+    enabled = (mount / "cgroup.subtree_control").read_text().split()
+    (mount / "cgroup.subtree_control").write_text("+hugetlb")
+    monkeypatch.setattr(cgroups, "CONTROLLERS", ("hugetlb",))
+    monkeypatch.setattr(cgroups, "hierarchy", lambda controller: place)
+    monkeypatch.setattr(
+        cgroups, "settings", lambda attribute, value, version: [("hugetlb.2MB.max", str(2 << 20))]
+    )
+    (group,) = bound_groups.shared(Bound.resolve({}, tmp_path), tmp_path)
+    sleeper = subprocess.Popen(["sleep", "60"])
+    own = group.path / "lowtide-own"
+    try:
+        assert bound_groups.join([group], sleeper.pid) == {}
+        plan = cgroups.plan("own", Limits(pids=3), below={group.place.parent: group.path})
+        assert [one.path for one in plan] == [own]
+        cgroups.make(plan)
+        (own / "cgroup.procs").write_text(str(sleeper.pid))
+        assert (own / "hugetlb.2MB.max").read_text().strip() == str(2 << 20)
+        bound_groups.release([str(group.path)])
+        assert own.is_dir(), "what is in use stays"
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+        with contextlib.suppress(FileNotFoundError):
+            own.rmdir()
+        bound_groups.release([str(group.path)], 5.0)
+        if "hugetlb" not in enabled:
+            with contextlib.suppress(OSError):  # somebody else has taken it meanwhile
+                (mount / "cgroup.subtree_control").write_text("-hugetlb")
+    assert not group.path.exists()
+
+
+async def test_a_bound_that_the_kernel_refuses_harms_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = cgroups.settings
+
+    def settings(attribute: str, value: float, version: int) -> list[tuple[str, str]]:
+        return [("cgroup.procs", "nonsense")] if attribute == "pids" else usual(attribute, value, version)
+
+    monkeypatch.setattr(cgroups, "settings", settings)
+    provider = LocalProvider.connect({"LOWTIDE_HOME": str(tmp_path / "home")})
+    try:
+        made = await provider.create(spec())
+        assert (await run(provider, made.sandbox_id, "true"))[0] == 0
+        assert [said.partition(":")[0] for said in made.unheld] == ["pids"]
+        assert (await provider.get(made.sandbox_id)).unheld == made.unheld
+    finally:
+        async for info in provider.list({}):
+            await provider.destroy(info.sandbox_id)
+        await provider.aclose()
+
+
+OWNER = """
+import os, sys, time
+from lowtide import Sandbox
+box = Sandbox.run(resources={"limits": {"pids": 50}}) if sys.argv[1] == "limited" else Sandbox.run()
+box.exec(["true"]).result()
+print("made", flush=True)
+time.sleep(600)
+"""
+
+
+@needs_groups
+@pytest.mark.parametrize("how", ["owner", "owner and spawner", "asked to end"])
+def test_killed_owners_leave_no_group(tmp_path: Path, how: str) -> None:
+    home = tmp_path / "home"
+    environ = {**os.environ, "LOWTIDE_HOME": str(home)}
+    owners = []
+    try:
+        for limits in ("limited", "usual"):
+            owner = subprocess.Popen(
+                [sys.executable, "-c", OWNER, limits], env=environ, stdout=subprocess.PIPE, text=True
+            )
+            owners.append(owner)
+        for owner in owners:
+            assert owner.stdout is not None
+            assert owner.stdout.readline() == "made\n"
+        groups = [Path(path) for path in bound_groups.left_over(home / "local")]
+        assert groups
+        for owner in owners:
+            spawners = [pid for pid in children(owner.pid) if b"spawner/__main__.py" in command(pid)]
+            assert len(spawners) == 1
+            if how == "owner and spawner":
+                os.kill(spawners[0], signal.SIGKILL)
+            owner.send_signal(signal.SIGTERM if how == "asked to end" else signal.SIGKILL)
+    finally:
+        for owner in owners:
+            if how != "asked to end":
+                owner.kill()
+            owner.communicate(timeout=60)
+    deadline = time.monotonic() + 30
+    while bound_groups.left_over(home / "local") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert bound_groups.left_over(home / "local") == []
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for task in os.listdir(f"/proc/{pid}/task"):
+        found += Path(f"/proc/{pid}/task/{task}/children").read_text().split()
+    return [int(word) for word in found]
+
+
+def command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+async def gone(groups: list[Path]) -> None:
+    for _ in range(200):
+        if not any(group.exists() for group in groups):
+            break
+        await asyncio.sleep(0.05)
+    assert [group for group in groups if group.exists()] == []
+
+
+def test_the_bound_is_said_and_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    usual = Bound.from_environment({})
+    usual = Bound.resolve({}, tmp_path)
     assert usual.memory_bytes == int(total * 0.75)
-    assert usual.sources == {"memory_bytes": "default", "pids": "default"}
-    none = Bound.from_environment({"LOWTIDE_LOCAL_MEMORY_BYTES": "none", "LOWTIDE_LOCAL_PIDS": "100"})
-    assert (none.memory_bytes, none.pids) == (None, 100)
-    assert none.sources["pids"] == "LOWTIDE_LOCAL_PIDS"
+    assert usual.cpu_weight == 50
+    assert set(usual.sources.values()) == {"default"}
+    file = tmp_path / "config.toml"
+    file.write_text('provider = "local"\n[local]\nmemory_bytes = "none"\npids = 100\ncpu_weight = 20\n')
+    environ = {"LOWTIDE_LOCAL_PIDS": "200", "LOWTIDE_LOCAL_CPU_WEIGHT": "30"}
+    held = Bound.resolve(environ, tmp_path, {"cpu_weight": None})
+    assert (held.memory_bytes, held.pids, held.cpu_weight) == (None, 200, None)
+    assert held.sources["memory_bytes"] == str(file)
+    assert held.sources["pids"] == "LOWTIDE_LOCAL_PIDS"
+    assert held.sources["cpu_weight"] == "argument"
     with pytest.raises(ValidationError, match="LOWTIDE_LOCAL_PIDS"):
-        Bound.from_environment({"LOWTIDE_LOCAL_PIDS": "lots"})
-    names = {check.name for check in doctor.doctor({})}
+        Bound.resolve({"LOWTIDE_LOCAL_PIDS": "lots"}, tmp_path)
+    file.write_text("[local]\nmemory = 5\n")
+    with pytest.raises(ValidationError, match="unknown bound memory"):
+        Bound.resolve({}, tmp_path)
+    file.unlink()
+    with pytest.raises(ValidationError, match="unknown bound colour"):
+        LocalProvider.connect({"LOWTIDE_HOME": str(tmp_path)}, {"colour": 1})
+    environ = {"LOWTIDE_HOME": str(tmp_path)}
+    names = {check.name for check in doctor.doctor(environ)}
     assert {"memory of all sandboxes together", "processes of all sandboxes together"} <= names
     monkeypatch.setattr(cgroups, "hierarchy", lambda controller: "not here")
-    said = [check for check in doctor._defaults({}) if not check.ok]
-    assert len(said) == 2
+    said = [check for check in doctor._defaults(environ) if not check.ok]
+    assert len(said) == 3
     assert all("cannot be held" in check.why for check in said)

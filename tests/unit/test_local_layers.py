@@ -201,8 +201,10 @@ def test_cgroup_v2_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """The controllers of this machine may all be bound to version 1: the writes go to a stand-in directory."""
     parent = tmp_path / "user.slice"
     parent.mkdir()
-    monkeypatch.setattr(cgroups, "hierarchy", lambda controller: cgroups.Hierarchy(version=2, parent=parent))
-    groups = cgroups.plan("abc", Limits(memory_bytes=1 << 20, cpu=1.5, pids=7))
+    monkeypatch.setattr(
+        cgroups, "hierarchy", lambda controller: cgroups.Hierarchy(version=2, parent=parent, own=parent)
+    )
+    groups = cgroups.plan("abc", Limits(memory_bytes=1 << 20, cpu=1.5, pids=7), below={})
     assert [group.path for group in groups] == [parent / "lowtide-abc"]
     (parent / "lowtide-abc").mkdir()
     (parent / "lowtide-abc/memory.swap.max").write_text("max")
@@ -224,7 +226,7 @@ def test_a_v2_group_goes_beside_our_own(tmp_path: Path) -> None:
     (tmp_path / "user.slice/cgroup.subtree_control").write_text("memory pids")
     (tmp_path / "user.slice/cgroup.controllers").write_text("memory pids")
     found = cgroups._unified(tmp_path, "/user.slice/run.scope", "/", "memory")
-    assert found == cgroups.Hierarchy(version=2, parent=tmp_path / "user.slice")
+    assert found == cgroups.Hierarchy(version=2, parent=tmp_path / "user.slice", own=scope)
     assert isinstance(cgroups._unified(tmp_path, "/user.slice/run.scope", "/", "cpu"), str)
 
 

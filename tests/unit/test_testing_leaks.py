@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from lowtide.providers.local import bound_groups
+from lowtide.providers.local.bound import Bound
 from lowtide.testing.leaks import Watch
+from lowtide.trees.remove import remove_at
 
 
 @pytest.fixture
@@ -52,6 +55,39 @@ def test_a_sandbox_directory_and_a_temporary_file_are_found(run: Path) -> None:
         "01m7gc7v6knm70gcayr5jesby5",
         "forgotten",
     ]
+
+
+def test_a_group_around_all_sandboxes_is_found(run: Path) -> None:
+    home = run / "main" / "local"
+    (home / "sandboxes").mkdir(parents=True)
+    groups = bound_groups.shared(Bound.resolve({}, home.parent), home)
+    if not groups:
+        pytest.skip("no control groups can be made here")
+    watch = Watch(run)
+    try:
+        for group in groups:
+            group.path.mkdir()
+        found = {leak.what for leak in watch.left()}
+        assert found == {str(group.path) for group in groups}
+    finally:
+        bound_groups.release([str(group.path) for group in groups])
+    assert watch.left() == []
+
+
+def test_a_tree_deeper_than_the_stack_stops_nobody(run: Path) -> None:
+    here = os.open(run, os.O_RDONLY)
+    top = os.open(run, os.O_RDONLY)
+    try:
+        for _ in range(3000):
+            os.mkdir("d", dir_fd=here)
+            below = os.open("d", os.O_RDONLY, dir_fd=here)
+            os.close(here)
+            here = below
+        assert Watch(run).left() == []
+    finally:
+        os.close(here)
+        remove_at(top, "d")
+        os.close(top)
 
 
 def test_a_living_sandbox_is_found_with_its_processes() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from lowtide.defaults import Setting, config_file, settings
+from lowtide.defaults import Setting, config_path, settings
 from lowtide.machine import home
 
 # Not keywords of a sandbox, so that only the environment can set them.
@@ -20,12 +20,21 @@ _ENVIRONMENT_ONLY: dict[str, Any] = {
 
 def collect() -> list[Setting]:
     source = next((name for name in ("LOWTIDE_HOME", "XDG_STATE_HOME") if os.environ.get(name)), "default")
-    found = [Setting("home", str(home()), source), Setting("config file", config_file(), "default")]
+    found = [Setting("home", str(home()), source), Setting("config file", config_path(), "default")]
     found += [_shown(one) for one in settings()]
+    found += _bounds()
     for name, default in _ENVIRONMENT_ONLY.items():
         value = os.environ.get(name)
         found.append(Setting(name, value, name) if value else Setting(name, default, "default"))
     return found
+
+
+def _bounds() -> list[Setting]:
+    """What all local sandboxes together may use."""
+    from lowtide.providers.local.bound import Bound
+
+    bound = Bound.resolve(os.environ, home())
+    return [Setting(f"local.{key}", getattr(bound, key), source) for key, source in bound.sources.items()]
 
 
 def _shown(setting: Setting) -> Setting:

@@ -197,6 +197,8 @@ class SandboxInfo:
     expires_at: datetime | None = None
     exit_code: int | None = None
     reason: str | None = None
+    unheld: tuple[str, ...] = ()
+    """Bounds that protect the machine by default and cannot be held there, each with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from lowtide.providers.local import bound_groups
+
 _LEASE_ID = re.compile("[0-9a-hjkmnp-tv-z]{26}")
 
 
@@ -37,13 +39,16 @@ class Watch:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._leases: set[str] = set()
+        self._bounds: set[str] = set()
 
     def learn_leases(self) -> None:
         """Read the ids of all leases in the run's ledgers. Call it before the directory goes."""
-        for ledger in self.directory.rglob("*.db"):
+        ledgers, homes = _states(self.directory)
+        for ledger in ledgers:
             self._leases.update(_lease_ids(ledger))
-        for sandboxes in self.directory.rglob("local/sandboxes"):
-            self._leases.update(entry.name for entry in sandboxes.iterdir() if len(entry.name) == 26)
+        for home in homes:
+            self._bounds.add(bound_groups.name(home))
+            self._leases.update(name for name in _names(home / "sandboxes") if len(name) == 26)
 
     def left(self, *, besides: Collection[int] = (), patience_seconds: float = 0.0) -> list[Leak]:
         """What is left after at most `patience_seconds`; `besides` are pids that may live on."""
@@ -62,7 +67,11 @@ class Watch:
             time.sleep(0.2)
 
     def _mine(self, text: str) -> bool:
-        return self.directory.name in text or any(name in self._leases for name in _LEASE_ID.findall(text))
+        return (
+            self.directory.name in text
+            or any(name in self._leases for name in _LEASE_ID.findall(text))
+            or any(name in text for name in self._bounds)
+        )
 
     def _processes(self, besides: Collection[int]) -> Iterator[Leak]:
         spared = {os.getpid(), *besides}
@@ -95,13 +104,41 @@ class Watch:
 
     def _files(self) -> Iterator[Leak]:
         """Sandbox directories, and what is left in the run's TMPDIR (pytest's own aside)."""
-        for sandboxes in self.directory.rglob("local/sandboxes"):
-            yield from (Leak(kind="file", what=str(entry)) for entry in sandboxes.iterdir())
+        for home in _states(self.directory)[1]:
+            sandboxes = home / "sandboxes"
+            yield from (Leak(kind="file", what=str(sandboxes / name)) for name in _names(sandboxes))
         temporary = self.directory / "tmp"
         if temporary.is_dir():
             for entry in temporary.iterdir():
                 if not entry.name.startswith("pytest-of-"):
                     yield Leak(kind="file", what=str(entry))
+
+
+def _states(directory: Path) -> tuple[list[Path], list[Path]]:
+    """The ledgers in it, and the state directories of the local provider.
+
+    By a list and no recursion, and not into what sandboxes have written: that may be deeper than the stack.
+    """
+    ledgers, homes, waiting = [], [], [directory]
+    while waiting:
+        here = waiting.pop()
+        if here.name == "local" and (here / "sandboxes").is_dir():
+            homes.append(here)
+            continue
+        with contextlib.suppress(OSError), os.scandir(here) as entries:  # gone, closed, or too long a path
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(Path(entry.path))
+                elif entry.name.endswith(".db"):
+                    ledgers.append(Path(entry.path))
+    return ledgers, homes
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except FileNotFoundError:
+        return []
 
 
 def _lease_ids(ledger: Path) -> set[str]:

@@ -1,26 +1,31 @@
 """The bound around all sandboxes of one home: defaults from this machine's size, so that they cannot use it up.
 
-One control group holds the spawner, and with it everything it starts: nothing is made or joined for a single
-sandbox, so the bound costs a create nothing. A sandbox with limits of its own has a group of its own instead.
+Each value comes from an argument, else a variable, else the table `[local]` of the configuration file, else from
+this machine's size. None, or the word `none`, is no bound.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from lowtide import config_file
 from lowtide.errors import ValidationError
-from lowtide.providers.local import cgroups
 
-MEMORY, PIDS = "LOWTIDE_LOCAL_MEMORY_BYTES", "LOWTIDE_LOCAL_PIDS"
+VARIABLES = {
+    "memory_bytes": "LOWTIDE_LOCAL_MEMORY_BYTES",
+    "pids": "LOWTIDE_LOCAL_PIDS",
+    "cpu_weight": "LOWTIDE_LOCAL_CPU_WEIGHT",
+}
 _MEMORY_SHARE = 0.75
 _PIDS_SHARE = 0.5
-_CONTROLLERS = {"memory_bytes": "memory", "pids": "pids"}
+_CPU_WEIGHT = 50
+_MOST = {"cpu_weight": 10_000}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,56 +34,51 @@ class Bound:
 
     memory_bytes: int | None
     pids: int | None
+    cpu_weight: int | None
+    """In hundredths of what one of this machine's own processes has, on each processor that both want."""
     sources: Mapping[str, str]
-    """Where each came from: a variable's name, or `default`."""
+    """Where each came from: `argument`, a variable's name, a file's path, or `default`."""
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str]) -> Bound:
-        memory, memory_source = _setting(environ, MEMORY, int(_memory() * _MEMORY_SHARE))
-        pids, pids_source = _setting(environ, PIDS, int(_most_processes() * _PIDS_SHARE))
-        sources = {"memory_bytes": memory_source, "pids": pids_source}
-        return cls(memory_bytes=memory, pids=pids, sources=sources)
-
-    def groups(self, home: Path) -> list[cgroups.Group]:
-        """Where it can be held; what cannot be held here is left out, and `lowtide doctor` says so."""
-        name = f"lowtide-all-{hashlib.sha256(str(home).encode()).hexdigest()[:16]}"
-        found: dict[Path, list[tuple[str, str, str]]] = {}
-        for attribute, controller in _CONTROLLERS.items():
-            value, place = getattr(self, attribute), cgroups.hierarchy(controller)
-            if value is not None and not isinstance(place, str):
-                entries = found.setdefault(place.parent / name, [])
-                entries += [(attribute, *one) for one in cgroups.settings(attribute, value, place.version)]
-        return [cgroups.Group(path=path, settings=tuple(entries)) for path, entries in found.items()]
-
-
-def join(groups: list[cgroups.Group], pid: int) -> None:
-    """Put the spawner in it. Whoever removes an empty one at this instant is told by making it again."""
-    for group in groups:
-        for _ in range(3):
-            try:
-                cgroups.make([group])
-                (group.path / "cgroup.procs").write_text(str(pid))
-                break
-            except FileNotFoundError:
-                continue
+    def resolve(
+        cls, environ: Mapping[str, str], home: Path, options: Mapping[str, Any] | None = None
+    ) -> Bound:
+        """`home` is lowtide's, which has the configuration file."""
+        usual = {
+            "memory_bytes": int(_memory() * _MEMORY_SHARE),
+            "pids": int(_most_processes() * _PIDS_SHARE),
+            "cpu_weight": _CPU_WEIGHT,
+        }
+        path = config_file.path(home)
+        table = config_file.read(path).get("local", {})
+        for where, keys in ((path, table), ("the local provider", options or {})):
+            if unknown := sorted(keys.keys() - usual.keys()):
+                known = ", ".join(usual)
+                raise ValidationError(
+                    f"{where}: unknown bound {', '.join(unknown)}; known are {known}", argument="local"
+                )
+        variables = {key: text for key, name in VARIABLES.items() if (text := environ.get(name, "").strip())}
+        values: dict[str, int | None] = {}
+        sources: dict[str, str] = {}
+        for key in usual:
+            layers = (options or {}, "argument"), (variables, VARIABLES[key]), (table, str(path))
+            given, source = next(((said, where) for said, where in layers if key in said), (usual, "default"))
+            values[key], sources[key] = _number(given[key], key, source), source
+        return cls(**values, sources=sources)
 
 
-def release(paths: list[str]) -> None:
-    """Remove it where nothing is in it any more: the last sandbox may outlive the spawner."""
-    for path in paths:
-        with contextlib.suppress(OSError):
-            os.rmdir(path)
-
-
-def _setting(environ: Mapping[str, str], name: str, otherwise: int) -> tuple[int | None, str]:
-    text = environ.get(name, "").strip().lower()
-    if not text:
-        return otherwise, "default"
-    if text == "none":
-        return None, name
-    if not re.fullmatch(r"[1-9][0-9]{0,17}", text):
-        raise ValidationError(f"{name} must be a positive whole number or none, not {text!r}", argument=name)
-    return int(text), name
+def _number(value: Any, key: str, source: str) -> int | None:
+    text = str(value).strip().lower()
+    if value is None or text == "none":
+        return None
+    most = _MOST.get(key, 10**18 - 1)
+    if isinstance(value, bool) or not re.fullmatch(r"[1-9][0-9]{0,17}", text) or int(text) > most:
+        what = key if source == "argument" else f"{source} ({key})" if "/" in source else source
+        raise ValidationError(
+            f"{what} must be a positive whole number of at most {most} or none, not {str(value)!r}",
+            argument=what,
+        )
+    return int(text)
 
 
 def _memory() -> int:

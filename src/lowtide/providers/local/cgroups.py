@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,9 @@ from lowtide.errors import UnsupportedError
 from lowtide.providers.base import Limits
 
 _CPU_PERIOD = 100_000
+_SHARES_OF_A_PROCESS, _MOST_SHARES = 1024, 262_144
 _NEEDED = {"memory_bytes": "memory", "cpu": "cpu", "pids": "pids"}
+CONTROLLERS = tuple(_NEEDED.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,8 @@ class Hierarchy:
     version: int
     parent: Path
     """A directory in which this process may make groups with this controller."""
+    own: Path
+    """The group that this process is in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +37,13 @@ class Group:
     """(which limit, file, what to write)"""
 
 
-def plan(name: str, limits: Limits, *, without: frozenset[str] = frozenset()) -> list[Group]:
-    """The groups these limits need. Refuses what this machine cannot hold, before anything is made."""
+def plan(
+    name: str, limits: Limits, *, below: Mapping[Path, Path], without: frozenset[str] = frozenset()
+) -> list[Group]:
+    """The groups these limits need. Refuses what this machine cannot hold, before anything is made.
+
+    `below` says, for a hierarchy's parent, in which group they go instead: the one around all sandboxes.
+    """
     groups: dict[Path, list[tuple[str, str, str]]] = {}
     for attribute, controller in _NEEDED.items():
         value = getattr(limits, attribute)
@@ -43,7 +52,8 @@ def plan(name: str, limits: Limits, *, without: frozenset[str] = frozenset()) ->
         place = hierarchy(controller)
         if isinstance(place, str):
             raise _refusal(attribute, place)
-        entries = groups.setdefault(place.parent / f"lowtide-{name}", [])
+        parent = below.get(place.parent, place.parent)
+        entries = groups.setdefault(parent / f"lowtide-{name}", [])
         entries += [(attribute, file, text) for file, text in settings(attribute, value, place.version)]
     return [Group(path=path, settings=tuple(entries)) for path, entries in groups.items()]
 
@@ -56,14 +66,19 @@ def make(groups: Sequence[Group]) -> None:
             try:
                 group.path.mkdir(exist_ok=True)
                 for limit, file, text in group.settings:  # noqa: B007
-                    target = group.path / file.removesuffix("?")
-                    if target.exists() or not file.endswith("?"):  # ?: only where the kernel has it
-                        target.write_text(text)
+                    write(group.path, file, text)
             except OSError as error:
                 raise _refusal(limit, f"{group.path}: {error.strerror}") from error
     except BaseException:
         remove([str(group.path) for group in groups])
         raise
+
+
+def write(group: Path, file: str, text: str) -> None:
+    """One setting, as `settings` names it."""
+    target = group / file.removesuffix("?")
+    if target.exists() or not file.endswith("?"):  # ?: only where the kernel has it
+        target.write_text(text)
 
 
 def settings(attribute: str, value: float, version: int) -> list[tuple[str, str]]:
@@ -82,6 +97,12 @@ def settings(attribute: str, value: float, version: int) -> list[tuple[str, str]
         if version == 2:
             return [("cpu.max", f"{quota} {_CPU_PERIOD}")]
         return [("cpu.cfs_period_us", str(_CPU_PERIOD)), ("cpu.cfs_quota_us", quota)]
+    if attribute == "cpu_weight":
+        if version == 2:
+            return [("cpu.weight", str(int(value)))]
+        # In version 1 a group is weighed against single processes, on all processors together.
+        shares = int(value * _SHARES_OF_A_PROCESS / 100) * (os.cpu_count() or 1)
+        return [("cpu.shares", str(min(max(2, shares), _MOST_SHARES)))]
     return [("pids.max", str(int(value)))]
 
 
@@ -141,7 +162,7 @@ def hierarchy(controller: str) -> Hierarchy | str:
         root, at, rest = fields[3], fields[4], fields[fields.index("-") + 1 :]
         if rest[0] == "cgroup" and controller in rest[2].split(","):
             group = Path(at) / os.path.relpath(own.get(controller, "/"), root)
-            return _usable(Hierarchy(version=1, parent=group), controller)
+            return _usable(Hierarchy(version=1, parent=group, own=group), controller)
         if rest[0] == "cgroup2":
             unified = (at, root)
     if unified is None:
@@ -161,7 +182,7 @@ def _unified(mount: Path, own: str, root: str, controller: str) -> Hierarchy | s
                 if controller not in (parent / "cgroup.controllers").read_text().split():
                     continue
                 (parent / "cgroup.subtree_control").write_text(f"+{controller}")
-            found = _usable(Hierarchy(version=2, parent=parent), controller)
+            found = _usable(Hierarchy(version=2, parent=parent, own=group), controller)
             if isinstance(found, Hierarchy):
                 return found
     return f"the {controller} controller of cgroup v2 is not delegated to this user"

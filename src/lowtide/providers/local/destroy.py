@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lowtide.errors import SandboxUnavailableError
-from lowtide.providers.local import bound, cgroups
+from lowtide.providers.local import bound_groups, cgroups
 from lowtide.providers.local.place import Place, ProcessMark, start_time
 from lowtide.providers.local.waiting import readable
 from lowtide.trees.remove import remove_tree
@@ -97,7 +97,7 @@ def settle(
     _kill_and_wait([later.proxy()], sandbox_id)
     spec = later.spec() or {}
     cgroups.remove(groups or spec.get("cgroups", []))
-    bound.release(spec.get("bound", []))
+    bound_groups.release(spec.get("bound", []))
 
 
 def sweep_trash(trash: Path) -> None:

@@ -24,6 +24,7 @@ _SYSCTLS = (
         "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0 (or an AppArmor profile with `userns,` for bwrap)",
     ),
 )
+_BOUNDS = {"memory_bytes": "memory", "pids": "processes", "cpu_weight": "weight of the processors"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,20 +240,21 @@ def _disk() -> Check:
 
 def _defaults(environ: Mapping[str, str]) -> list[Check]:
     """What all sandboxes together may use, and where that comes from."""
-    from lowtide.providers.local import bound, cgroups
+    from lowtide.providers.local import bound, bound_groups, cgroups
+    from lowtide.providers.local.provider import home_of
 
-    found = bound.Bound.from_environment(environ)
+    found = bound.Bound.resolve(environ, home_of(environ))
+    missing = bound_groups.missing(found)
     checks = []
-    for what, attribute, controller in (("memory", "memory_bytes", "memory"), ("processes", "pids", "pids")):
+    for attribute, what in _BOUNDS.items():
         value, source = getattr(found, attribute), found.sources[attribute]
-        place = cgroups.hierarchy(controller)
-        held = value is None or not isinstance(place, str)
         why = f"{value if value is not None else 'none'} ({source})"
+        held = attribute not in missing
         checks.append(
             Check(
                 name=f"{what} of all sandboxes together",
                 ok=held,
-                why=why if held else f"{why}, but it cannot be held here: {place}",
+                why=why if held else f"{why}, but it cannot be held here: {missing[attribute]}",
                 fix=None if held else cgroups.FIX,
                 needed=False,
             )

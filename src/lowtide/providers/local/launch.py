@@ -64,7 +64,8 @@ class Launch:
         self.spec, self.foundation = spec, foundation
         self.network = spec.network is not None and spec.network.mode is NetworkMode.FULL
         by_rlimit = frozenset() if workshop.owner is not None else frozenset({"pids"})
-        self.groups = cgroups.plan(spec.lease_id, spec.limits, without=by_rlimit)
+        below = {group.place.parent: group.path for group in workshop.bound}
+        self.groups = cgroups.plan(spec.lease_id, spec.limits, below=below, without=by_rlimit)
         if spec.limits.disk_bytes is not None:
             disk.check(workshop.owner)
 
@@ -125,6 +126,7 @@ class Launch:
             "working_dir": self.working_dir,
             "cgroups": [str(group.path) for group in self.groups],
             "bound": [str(group.path) for group in self.workshop.bound],
+            "unheld": self.workshop.unheld,
             "pids": spec.limits.pids,
             "disk": self.client.translate(f"{place.path}/disk") if limited else None,
             "foundation": dict(self.foundation.record),
@@ -157,6 +159,7 @@ class Launch:
             labels=self.spec.labels.as_dict(),
             created_at=datetime.fromtimestamp(self._now, UTC),
             expires_at=datetime.fromtimestamp(self._now + lifetime, UTC) if lifetime else None,
+            unheld=tuple(self.workshop.unheld),
         )
 
     def _own_dir(self, path: str) -> None:

@@ -168,6 +168,7 @@ class Place:
             expires_at=_moment(expires),
             exit_code=code,
             reason=reason,
+            unheld=tuple(spec.get("unheld", ())),
         )
 
 

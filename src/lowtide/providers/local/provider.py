@@ -11,7 +11,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Seq
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from lowtide.errors import SandboxNotFoundError, UnsupportedError, ValidationError
+from lowtide.errors import SandboxNotFoundError, UnsupportedError
 from lowtide.providers.base import (
     Capability,
     FileEntry,
@@ -26,7 +26,8 @@ from lowtide.providers.base import (
     nothing_sent,
 )
 from lowtide.providers.images.store import ImageStore
-from lowtide.providers.local import destroy, files, first, pausing, rooms, seccomp, vacant
+from lowtide.providers.local import bound_groups, destroy, files, first, pausing, rooms, seccomp, vacant
+from lowtide.providers.local.bound import Bound
 from lowtide.providers.local.entering import Entrance, Known
 from lowtide.providers.local.launch import Launch, Room
 from lowtide.providers.local.place import Place, ProcessMark, places, valid_id
@@ -39,6 +40,7 @@ from lowtide.providers.local.workshop import Workshop
 # When the next one is prepared: a while after a create, so that its first command comes first; a moment after an
 # end, so that its caller hears of that first.
 _AFTER_CREATE_SECONDS, _AFTER_END_SECONDS = 0.05, 0.001
+_RELEASE_SECONDS = 0.1  # what waited for work in the bound of all sandboxes leaves at the same time
 
 
 class LocalProvider:
@@ -72,13 +74,15 @@ class LocalProvider:
     )
     options_type: ClassVar[type | None] = None
 
-    def __init__(self, home: Path, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, home: Path, environ: Mapping[str, str], options: Mapping[str, Any] | None = None
+    ) -> None:
         self.home = home / "local"
         self._environ = {
             key: value for key in ("LOWTIDE_HOME", "LOWTIDE_BWRAP") if (value := environ.get(key)) is not None
         }
         self._environ["LOWTIDE_HOME"] = str(home)
-        self._workshop = Workshop(self.home, self._environ)
+        self._workshop = Workshop(self.home, self._environ, options)
         self._entrance = Entrance(self._workshop, self._place)
         self._rooms = rooms.Rooms(self._workshop)
         self._forwarders: dict[tuple[str, int], tuple[Forwarder, int]] = {}
@@ -93,12 +97,11 @@ class LocalProvider:
 
     @classmethod
     def connect(cls, environ: Mapping[str, str], options: Mapping[str, Any] | None = None) -> Self:
+        """`options` are bounds of all sandboxes together, None for none: see docs/local.md."""
+        home = home_of(environ)
         if options:
-            unknown = ", ".join(sorted(options))
-            raise ValidationError(
-                f"the local provider takes no options: {unknown}", argument="options", provider="local"
-            )
-        return cls(_home(environ), environ)
+            Bound.resolve({**os.environ, **environ}, home, options)  # refuses what it does not know
+        return cls(home, environ, options)
 
     @functools.cached_property
     def account(self) -> str:
@@ -347,6 +350,8 @@ class LocalProvider:
         vacant.sweep(self.home)
         destroy.sweep_trash(self.home / "trash")
         destroy.wait_removed()
+        if not any(places(self.home / "sandboxes")):
+            bound_groups.release(bound_groups.left_over(self.home), _RELEASE_SECONDS)
 
     def _place(self, sandbox_id: str) -> Place:
         if not valid_id(sandbox_id):
@@ -370,7 +375,7 @@ def _absolute(path: str) -> str:
     return path if path.startswith("/") else "/" + path
 
 
-def _home(environ: Mapping[str, str]) -> Path:
+def home_of(environ: Mapping[str, str]) -> Path:
     """As the lifecycle computes it; a provider imports nothing above it."""
     named = environ.get("LOWTIDE_HOME")
     if named:

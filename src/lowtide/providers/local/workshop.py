@@ -7,15 +7,15 @@ import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from lowtide.errors import SandboxFailedError, SandboxUnavailableError
 from lowtide.providers.base import SandboxSpec
 from lowtide.providers.images.bounds import Bounds
 from lowtide.providers.images.store import ImageStore
 from lowtide.providers.local import (
-    bound,
+    bound_groups,
     bwrap,
-    cgroups,
     container_image,
     destroy,
     first,
@@ -23,6 +23,7 @@ from lowtide.providers.local import (
     python_trees,
     seccomp,
 )
+from lowtide.providers.local.bound import Bound
 from lowtide.providers.local.foundation import Foundation
 from lowtide.providers.local.snapshots import SnapshotStore
 from lowtide.providers.local.spawner_client import SpawnerClient
@@ -39,8 +40,11 @@ _STAGING_POINTS = ["/mnt", "/media", "/srv", "/opt", "/var/lib"]
 class Workshop:
     """Made ready on first use; one per provider."""
 
-    def __init__(self, home: Path, environ: Mapping[str, str]) -> None:
-        self.home, self._environ = home, environ
+    def __init__(
+        self, home: Path, environ: Mapping[str, str], options: Mapping[str, Any] | None = None
+    ) -> None:
+        """`options` are bounds, by the names that `Bound` has."""
+        self.home, self._environ, self._options = home, environ, options
         self.owner = ID_BASE if os.geteuid() == 0 else None
         self.bwrap: bwrap.Bwrap | None = None
         self.client: SpawnerClient | None = None
@@ -53,7 +57,9 @@ class Workshop:
             functools.partial(container_image.in_use, home),
             Bounds.from_environment({**os.environ, **environ}),
         )
-        self.bound: list[cgroups.Group] = []
+        self.bound: list[bound_groups.Shared] = []
+        self.unheld: list[str] = []
+        """Which bounds cannot be held here, and why."""
         self.snapshots = SnapshotStore(home / "snapshots", self.owner)
 
     async def start(self) -> SpawnerClient:
@@ -66,7 +72,9 @@ class Workshop:
         if self.client is None:
             environ = {**os.environ, **self._environ}
             self.bwrap = bwrap.find(environ)
-            self.bound = bound.Bound.from_environment(environ).groups(self.home)
+            bound = Bound.resolve(environ, self.home.parent, self._options)
+            self.bound = bound_groups.shared(bound, self.home)
+            self.unheld = _said(bound_groups.missing(bound))
             await asyncio.to_thread(self._prepare)
             program = first.program()
             self.client = SpawnerClient(
@@ -79,12 +87,16 @@ class Workshop:
                     "trees": ["/usr", *self._bwrap_tree()],
                     "readable_trees": python_trees.trees(),
                     "points": _STAGING_POINTS,
-                    "bound": [str(group.path) for group in self.bound],
+                    "bound": [[str(group.inner), str(group.place.own)] for group in self.bound],
                 },
-                functools.partial(bound.join, self.bound),
+                self._join_bound,
             )
         await self.client.start()
         return self.client
+
+    def _join_bound(self, pid: int) -> None:
+        refused = _said(bound_groups.join(self.bound, pid))
+        self.unheld = list(dict.fromkeys([*self.unheld, *refused]))
 
     def _bwrap_tree(self) -> list[str]:
         """Where bwrap and its libraries are, when the sandboxes' range of ids could not walk there."""
@@ -147,3 +159,7 @@ class Workshop:
         client, self.client = self.client, None
         if client is not None:
             client.close()
+
+
+def _said(reasons: Mapping[str, str]) -> list[str]:
+    return [f"{name}: {why}" for name, why in reasons.items()]

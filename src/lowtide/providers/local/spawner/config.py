@@ -11,7 +11,7 @@ class Config:
     base: int | None = None  # first id of the range the sandboxes run as; None: this user
     count: int = 65536
     own_pid_namespace: int = -1
-    bound: tuple[str, ...] = ()  # the groups around everything that it starts, itself included
+    bound: tuple[tuple[str, str], ...] = ()  # the groups around all that it starts, and where it came from
     home: str = ""  # the state directory, for an ordinary user
     point: str = ""  # where trees are staged
     seccomp: bytes = b""

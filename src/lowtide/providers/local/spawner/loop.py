@@ -178,13 +178,14 @@ def main(fd: int) -> None:
 
 def leave_bound() -> None:
     """Take the groups away, unless sandboxes live on in them: whoever ends the last one finds them empty."""
-    for group in config.bound:
+    for _, origin in config.bound:
         with contextlib.suppress(OSError):
-            put(f"{os.path.dirname(group)}/cgroup.procs", b"0")
+            put(f"{origin}/cgroup.procs", b"0")
+    outer = [os.path.dirname(group) for group, _ in config.bound]
     for _ in range(50):  # what waited for work here leaves at the same time
-        for group in config.bound:
+        for path in [group for group, _ in config.bound] + outer:
             with contextlib.suppress(OSError):
-                os.rmdir(group)
-        if not any(os.path.exists(group) for group in config.bound):
+                os.rmdir(path)
+        if not any(map(os.path.exists, outer)):
             return
         time.sleep(0.01)
