@@ -19,6 +19,7 @@ from lowtide import (
 )
 from lowtide.defaults import default_provider, resolve, settings
 from lowtide.providers.base import NetworkMode
+from lowtide.testing import FaultyService
 
 
 @pytest.mark.parametrize(
@@ -66,13 +67,18 @@ from lowtide.providers.base import NetworkMode
         ("containre_image", "x"),
     ],
 )
-def test_a_wrong_argument_is_refused_by_name_everywhere(argument: str, value: Any) -> None:
-    given = {argument: value}
-    for make in (Sandbox, Sandbox.run, SandboxDefaults.from_dict, Session, Session().sandbox):
-        with pytest.raises(ValidationError) as caught:
-            make(given) if make == SandboxDefaults.from_dict else make(**given)
-        assert caught.value.argument == argument
-        assert str(caught.value)
+def test_a_wrong_argument_is_refused_by_name_everywhere_and_no_provider_is_asked(
+    argument: str, value: Any, tmp_path: Path
+) -> None:
+    given = {"provider": "faulty", argument: value}
+    with FaultyService(tmp_path) as service:
+        service.fault("create", refuse=True)
+        for make in (Sandbox, Sandbox.run, SandboxDefaults.from_dict, Session, Session().sandbox):
+            with pytest.raises(ValidationError) as caught:
+                make(given) if make == SandboxDefaults.from_dict else make(**given)
+            assert caught.value.argument == argument
+            assert str(caught.value)
+        assert service.pending() == ["create"]  # the first call of it would have struck
 
 
 def test_an_unknown_keyword_is_refused_with_the_one_that_was_meant() -> None:

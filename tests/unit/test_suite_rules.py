@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.retries import MOST, may_be_retried
+from tests.retries import COUNT, MOST, may_be_retried
 
 pytest.importorskip("pytest_rerunfailures")
 
@@ -50,10 +50,13 @@ def test_what_waits_for_an_engine_may_be() -> None:
     assert may_be_retried("tests/emulators/test_e2b_sdk.py::test_files_of_any_size_come_back_as_they_went")
 
 
-def run(directory: Path, where: str, count: int, *options: str) -> subprocess.CompletedProcess[str]:
+def run(
+    directory: Path, where: str, count: int, *options: str, **environ: str
+) -> subprocess.CompletedProcess[str]:
     file = directory / where
-    file.parent.mkdir(parents=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(SECOND_TIME_LUCKY.replace("COUNT", str(count)))
+    outer = {name: value for name, value in os.environ.items() if name != COUNT}  # these are not this run's
     (directory / "pytest.ini").write_text("[pytest]\nmarkers =\n  flaky: as in the suite\n")
     return subprocess.run(
         [
@@ -69,7 +72,7 @@ def run(directory: Path, where: str, count: int, *options: str) -> subprocess.Co
             where,
         ],
         cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**outer, "PYTHONPATH": str(ROOT), **environ},
         capture_output=True,
         text=True,
         timeout=120,
@@ -89,6 +92,19 @@ def test_more_retries_than_allowed_fail_the_run(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stdout
     assert f"{MOST + 1} passed" in done.stdout
     assert "the run has failed" in done.stdout
+
+
+def test_invocations_of_one_run_share_one_limit(tmp_path: Path) -> None:
+    together = {COUNT: str(tmp_path / "retries")}
+    first = run(tmp_path, "tests/emulators/test_x.py", MOST, "--reruns", "1", **together)
+    assert first.returncode == 0, first.stdout
+    calm = run(
+        tmp_path, "tests/emulators/test_x.py", MOST, "--reruns", "1", **together
+    )  # the marks are there
+    assert calm.returncode == 0, calm.stdout
+    last = run(tmp_path, "tests/emulators/test_y.py", MOST + 1, "--reruns", "1", **together)
+    assert last.returncode == 1, last.stdout
+    assert f"tried again: {MOST + 1}, more than {MOST}: the run has failed" in last.stdout
 
 
 def test_a_crash_case_fails_at_its_first_failure_whatever_is_asked_for(tmp_path: Path) -> None:

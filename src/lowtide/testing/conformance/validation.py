@@ -1,4 +1,7 @@
-"""Conformance of refusals: a wrong argument or a missing capability is said before anything is created."""
+"""Conformance of refusals: a missing capability is said before anything is created.
+
+A wrong argument is refused before any provider is asked, so that is no provider's to get right: tests/unit/test_defaults.py.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 import pytest
 
 from lowtide import Sandbox
-from lowtide.errors import UnsupportedError, ValidationError
+from lowtide.errors import UnsupportedError
 from lowtide.providers.base import Capability, Provider
 from lowtide.testing.conformance.base import (
     ANSWER_SECONDS,
@@ -17,21 +20,6 @@ from lowtide.testing.conformance.base import (
     create_keywords,
     refuses,
 )
-
-WRONG: list[tuple[str, dict[str, Any]]] = [
-    ("no_such_keyword", {"no_such_keyword": 1}),
-    ("tags", {"tags": "a-string"}),
-    ("tags", {"tags": ["bad tag"]}),
-    ("tags", {"tags": ["x" * 60]}),
-    ("working_dir", {"working_dir": "relative/path"}),
-    ("environment_variables", {"environment_variables": {"A=B": "x"}}),
-    ("environment_variables", {"environment_variables": {"A": "nul\0"}}),
-    ("resources", {"resources": {"limits": {"memory": "lots"}}}),
-    ("network", {"network": "sometimes"}),
-    ("max_lifetime_seconds", {"max_lifetime_seconds": -1}),
-    ("keep", {"keep": "maybe"}),
-    ("provider", {"provider": "no-such-provider"}),
-]
 
 ASKS: dict[Capability, dict[str, Any]] = {
     Capability.CPU_LIMIT: {"resources": {"limits": {"cpu": "1"}}},
@@ -59,18 +47,6 @@ CALLS: dict[Capability, Callable[[Sandbox], object]] = {
 
 
 class ValidationConformance(Conformance):
-    @pytest.mark.parametrize(
-        ("argument", "keywords"), WRONG, ids=[f"{name}-{n}" for n, (name, _) in enumerate(WRONG)]
-    )
-    def test_a_wrong_argument_is_named_before_anything_is_created(
-        self, argument: str, keywords: dict[str, Any], tag: str, provider_under_test: ProviderUnderTest
-    ) -> None:
-        given = create_keywords(provider_under_test, **{"tags": [tag], **keywords})
-        with pytest.raises(ValidationError) as caught:
-            Sandbox.run(**given)
-        assert (caught.value.argument or "").split(".")[0] == argument
-        assert Sandbox.list(tags=[tag], provider=provider_under_test.name).result(ANSWER_SECONDS) == []
-
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         mark = metafunc.definition.get_closest_marker("lowtide_refuses")
         if mark is not None:
