@@ -250,7 +250,7 @@ class World:
         What exists when the wait begins has to go within the promise; what a request may still make, and the
         row of one that has made nothing, within the create window and the promise. Or all of it in `seconds`.
         """
-        started, stalls = time.monotonic(), Stalls()
+        started, stalls = time.monotonic(), Stalls(self.home)
         seen = self.existing() - self.spared
         while True:
             left, rows = self.existing() - self.spared, self.open_rows()

@@ -53,6 +53,7 @@ def create(client: Any) -> Iterator[Create]:
         client.devboxes.shutdown(devbox_id, force="true")
 
 
+@pytest.mark.newcomer
 def test_a_devbox_lives_runs_commands_moves_files_and_ends(
     client: Any, create: Create, tmp_path: Path
 ) -> None:
