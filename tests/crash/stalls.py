@@ -36,12 +36,12 @@ class Stalls:
     """The fastest start seen in this process so far."""
 
     def __init__(self, home: Path) -> None:
-        self.seconds = 0.0
         self._home = f"LOWTIDE_HOME={home}".encode()
         self._taking_part: set[int] = set()
         self._looked = 0.0
-        self._kept: dict[tuple[int, str], int] = {}
-        self._kept_waiting()
+        self._waits: dict[tuple[int, str], int] = {}
+        self._look()
+        self._late = self._kept = 0.0
 
     def sleep(self, seconds: float) -> None:
         began = time.monotonic()
@@ -49,19 +49,26 @@ class Stalls:
         late = max(0.0, time.monotonic() - began - seconds)
         took = _start_and_end_a_process()
         Stalls.usual = min(Stalls.usual, took)
-        # One of them at a time does what the others wait for, so their waits are not added up.
-        self.seconds += max(late + took - Stalls.usual, self._kept_waiting())
+        self._late += late + took - Stalls.usual
 
-    def _kept_waiting(self) -> float:
-        """How long the one that was kept from a processor longest since the last look was."""
+    def seconds(self) -> float:
+        """What the machine has added up to now. Not the sum of both: those who wait are late for the same cause."""
+        self._kept += self._look()
+        return max(self._late, self._kept)
+
+    def _look(self) -> float:
+        """For how long since the last look the one was kept from a processor that was kept longest.
+
+        One of them at a time does what the others wait for, so their waits are not added up.
+        """
         if time.monotonic() - self._looked > _LOOK_SECONDS:
             self._taking_part = _descendants(os.getpid()) | set(_at_home(self._home))
             self._looked = time.monotonic()
         longest = 0
         for pid in self._taking_part:
             for thread, waited in _waits(pid):
-                longest = max(longest, waited - self._kept.get((pid, thread), 0))
-                self._kept[pid, thread] = waited
+                longest = max(longest, waited - self._waits.get((pid, thread), 0))
+                self._waits[pid, thread] = waited
         return longest / 1e9
 
 

@@ -259,8 +259,9 @@ class World:
                 self.slowest = max(self.slowest, took)
                 return took
             bound = seconds if seconds is not None else self.bound + (0.0 if left & seen else self.window)
-            assert took < bound + stalls.seconds, (
-                f"leaked after {took:.2f} s, of which the machine stalled {stalls.seconds:.2f} s"
+            stalled = stalls.seconds()
+            assert took < bound + stalled, (
+                f"leaked after {took:.2f} s, of which the machine stalled {stalled:.2f} s"
                 f" (bound {bound:g} s): {sorted(left)}; rows {rows}; {self.log()[-2000:]}"
             )
             stalls.sleep(0.03)
