@@ -150,6 +150,7 @@ def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
     "answer", [b"", b"SSH-2.0-x\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", b"\0" * 100]
 )
 async def test_what_answers_is_no_engine(answer: bytes) -> None:
+    pytest.importorskip("aiodocker")
     from lowtide.providers.docker.client import RawStream
 
     with _answering(answer) as port:

@@ -29,10 +29,12 @@ def test_a_provider_without_it_is_named_before_anything_is_made(provider: str) -
 
 
 def test_on_docker_it_is_the_runtime() -> None:
-    spec = SandboxSpec(labels=LABELS, isolation=Isolation.GVISOR)
-    assert container.create_body(spec, "image", volume="v", publish=False)["HostConfig"]["Runtime"] == "runsc"
-    plain = container.create_body(SandboxSpec(labels=LABELS), "image", volume="v", publish=False)
-    assert "Runtime" not in plain["HostConfig"]
+    def host_config(spec: SandboxSpec) -> dict[str, object]:
+        body = container.create_body(spec, "image", volume="v", publish=False, key=b"k" * 16)
+        return dict(body["HostConfig"])
+
+    assert host_config(SandboxSpec(labels=LABELS, isolation=Isolation.GVISOR))["Runtime"] == "runsc"
+    assert "Runtime" not in host_config(SandboxSpec(labels=LABELS))
 
 
 def test_on_kubernetes_it_is_the_runtime_class() -> None:

@@ -177,8 +177,8 @@ class Link:
             await self._listen(channel)
         finally:
             talking.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await talking
+            # Not `await talking`: its cancellation and ours would look alike, and a loop that ends cancels once.
+            await asyncio.wait([talking])
 
     def _drop(self) -> None:
         channel, self._channel = self._channel, None
