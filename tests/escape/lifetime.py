@@ -12,6 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from lowtide import Sandbox
 from lowtide.errors import LowtideError
 from tests.escape.attempt import ANSWER_SECONDS, PREAMBLE, Target, attempt
 
@@ -175,6 +176,53 @@ time.sleep(1000)
         while (left := _running(token)) and time.monotonic() < deadline:
             time.sleep(0.1)
         return f"{len(left)} processes ran on" if left else None
+
+
+_FIRST_THREAD_LEAVES = """
+import threading, time
+def work():
+    last, count, longest = time.monotonic(), 0, 0.0
+    while True:
+        now = time.monotonic()
+        last, count, longest = now, count + 1, max(longest, now - last)
+        with open("/tmp/new", "w") as file: file.write(f"{count} {longest}")
+        os.rename("/tmp/new", "/tmp/said")
+        time.sleep(0.02)
+threading.Thread(target=work).start()
+while not os.path.exists("/tmp/said"): time.sleep(0.01)
+print("up", flush=True)
+call(60, 93, 0)
+"""
+
+
+def _said(box: Sandbox) -> tuple[int, float]:
+    """How often the thread that goes on was at work, and the longest that it was not."""
+    count, longest = box.read_file("/tmp/said").result(ANSWER_SECONDS).split()
+    return int(count), float(longest)
+
+
+@attempt("outlive a time-out: the first thread leaves, and another goes on")
+def outlive_a_timeout_without_a_first_thread(target: Target) -> str | None:
+    with target.make() as box:
+        code = PREAMBLE + _FIRST_THREAD_LEAVES
+        box.exec(["python3", "-c", code], timeout_seconds=3).exception(ANSWER_SECONDS)
+        before = _said(box)
+        time.sleep(0.5)
+        return "it ran on after its time-out" if _said(box) != before else None
+
+
+@attempt("run on in a paused sandbox: the first thread leaves, and another goes on")
+def run_on_while_paused_without_a_first_thread(target: Target) -> str | None:
+    with target.make() as box:
+        process = box.exec(["python3", "-c", PREAMBLE + _FIRST_THREAD_LEAVES])
+        next(iter(process.stdout))
+        box.pause().result(ANSWER_SECONDS)
+        time.sleep(1.5)
+        box.resume().result(ANSWER_SECONDS)
+        before = _said(box)[0]
+        while (said := _said(box))[0] <= before + 1:
+            time.sleep(0.02)
+        return None if said[1] >= 1.0 else f"it never stood still for longer than {said[1]:.2f} s"
 
 
 @attempt("outlive the end: processes that fork as fast as they are killed")

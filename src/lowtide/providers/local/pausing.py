@@ -23,9 +23,9 @@ def pause(place: Place, inner: ProcessMark) -> None:
     """Returns when nothing in it runs. What is stopped cannot fork, so looking again finds what was missed."""
     place.set_paused(True)
     began = time.monotonic()
-    while running := [pid for pid in _own(inner) if state(pid) not in _STOPPED]:
+    while running := [pid for pid in _own(inner) if _state(pid) not in _STOPPED]:
         waited = time.monotonic() - began
-        if waited > _MOMENT_SECONDS and all(state(pid) in _ASLEEP for pid in running):
+        if waited > _MOMENT_SECONDS and all(_state(pid) in _ASLEEP for pid in running):
             return
         if waited > _PATIENCE_SECONDS:
             resume(place, inner)
@@ -50,6 +50,19 @@ def paused(sandbox_id: str) -> SandboxUnavailableError:
 def _own(inner: ProcessMark) -> list[int]:
     """All but process 1, which is ours and only reaps."""
     return [pid for pid in members(inner.pid) if pid != inner.pid]
+
+
+def _state(pid: int) -> str:
+    """Of the process; of its other threads where the first one has left, which is a zombie until they have."""
+    own = state(pid)
+    if own not in ("Z", "X"):
+        return own
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            other = state(int(thread))
+            if other not in _STOPPED:
+                return other
+    return own
 
 
 def _send(pids: list[int], number: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from lowtide.providers.base import SandboxInfo, SandboxState
 
 _EXITING = 0x4  # PF_EXITING: it runs no code of its own any more
+_THREADS = 17  # of the fields after the name: how many there are
 _NAME_LETTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
 
 
@@ -205,7 +206,10 @@ def _stat(pid: int) -> list[bytes] | None:
         return None
     finally:
         os.close(fd)
-    if not fields or fields[0] in (b"Z", b"X") or int(fields[6]) & _EXITING:
+    if not fields:
+        return None
+    # With its first thread gone a process is shown as a zombie while its other threads run on.
+    if (fields[0] in (b"Z", b"X") or int(fields[6]) & _EXITING) and int(fields[_THREADS]) <= 1:
         return None
     return fields
 

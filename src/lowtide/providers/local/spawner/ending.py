@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MARKER = "LOWTIDE_PROCESS"
 LARGEST = 1 << 21  # of an environment that is looked through
+THREADS = 17  # of the fields of a stat file after the name: how many threads there are
 LOCKS = 10  # RLIMIT_LOCKS: nothing has looked at it for twenty years, and every descendant inherits it
 
 
@@ -97,7 +98,7 @@ def marked(processes: int, mark: str, known: set[tuple[int, bytes]]) -> set[tupl
         pid = int(name)
         with contextlib.suppress(OSError), opened(processes, pid) as folder:
             fields = stat_fields(folder)
-            if fields and fields[0] not in b"ZX":
+            if fields and lives(fields):
                 living[pid] = (int(fields[1]), fields[19])
                 if (pid, fields[19]) in known or wears(folder, mark):
                     found.add(pid)
@@ -122,6 +123,11 @@ def opened(processes: int, pid: int) -> Iterator[int]:
 
 def stat_fields(folder: int) -> list[bytes]:
     return small(folder, "stat", 4096).rpartition(b")")[2].split()
+
+
+def lives(fields: list[bytes]) -> bool:
+    """A process whose first thread has left is shown as a zombie while its other threads run on."""
+    return fields[0] not in (b"Z", b"X") or int(fields[THREADS]) > 1
 
 
 def wears(folder: int, mark: str) -> bool:
