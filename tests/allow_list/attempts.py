@@ -236,6 +236,33 @@ held(
     "no_tls_on_its_port",
     "show(talk('good.example', 443, b'GET / HTTP/1.1\\r\\nHost: good.example\\r\\n\\r\\n'))",
 )
+held(
+    "another_host_on_a_named_port_in_two_pieces",
+    """
+s = socket.create_connection(("good.example", 5432), 20)
+for piece in (b"G", b"ET / HT", b"TP/1.1\\r\\nHost: evil.example\\r\\n\\r\\n"): s.sendall(piece); time.sleep(0.3)
+try: show(s.recv(65536))
+except OSError: pass
+""",
+)
+# A resolver in C takes what is before the NUL, and a backslash for a dot that is a part of a label.
+held(
+    "a_name_with_a_nul_below_a_wildcard",
+    f"""
+def ask(*labels):
+    name = b"".join(bytes([len(label)]) + label for label in labels) + bytes(1)
+    s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.settimeout(10); s.connect(("198.18.0.1", 53))
+    s.send(struct.pack(">HHHHHH", 7, 256, 1, 0, 0, 0) + name + struct.pack(">HH", 1, 1))
+    answer = s.recv(4096)
+    return answer[-4:] if struct.unpack_from(">H", answer, 6)[0] else None
+for front in ("evil.example", "{OTHER}"):
+    first, *middle, last = front.encode().split(b".")
+    found = ask(first, *middle, last + bytes(1), b"wild", b"example")
+    if found: show("world", front, found, talk(socket.inet_ntoa(found), 443, hello("good.example")))
+found = ask(b"evil.", b"wild", b"example")
+if found: show("world", "backslash", found)
+""",
+)
 held("another_sni_on_a_named_port", "show(talk('good.example', 8443, hello('evil.example')))")
 held(
     "another_host_on_a_named_port",

@@ -234,3 +234,40 @@ def test_names_with_dots_inside_a_label_are_nobodys() -> None:
     asked = names.query(b"\0\1\1\0\0\1\0\0\0\0\0\0" + b"\x0cgood.example\0\0\1\0\1")
     assert asked is not None
     assert not Policy.of(["good.example", "*.example"]).allows_name(asked.name)
+
+
+@pytest.mark.parametrize(
+    "label", [b"evil.org\0", b"93.184.216.34\0", b"evil.", b"a\\", b"a b", b"\xe4", b"a\n", b"%lo", b"\0"]
+)
+def test_only_a_host_name_is_below_a_wildcard(label: bytes) -> None:
+    question = bytes([len(label)]) + label + b"\4wild\7example\0\0\1\0\1"
+    asked = names.query(b"\0\1\1\0\0\1\0\0\0\0\0\0" + question)
+    assert asked is not None
+    assert asked.name.endswith(".wild.example")
+    assert not Policy.of(["*.wild.example"]).allows_name(asked.name)
+
+
+@pytest.mark.parametrize("name", ["a.wild.example", "_srv.a.wild.example", "r3---a-.wild.example"])
+def test_every_host_name_is_below_a_wildcard(name: str) -> None:
+    assert Policy.of(["*.wild.example"]).allows_name(name)
+
+
+@pytest.mark.parametrize(
+    "request_", [b"GET / HTTP/1.1\r\n", b"\r\nPOST /a HTTP/1.0\r\n", b"BREW /pot HTTP/1.1\r\n"]
+)
+def test_a_request_is_seen_however_it_is_cut(request_: bytes) -> None:
+    told = [inspect.looks_like_http(request_[:cut]) for cut in range(1, len(request_) + 1)]
+    assert False not in told
+    assert told[-1] is True
+
+
+@pytest.mark.parametrize(
+    "first", [b"EHLO me\r\n", b"\0\0\0\x08", b"*1\r\n$4\r\nPING\r\n", b"AMQP\0\0\t\1", b"\x80"]
+)
+def test_another_protocol_is_not_kept_waiting(first: bytes) -> None:
+    assert inspect.looks_like_http(first) is False
+
+
+def test_a_first_line_without_an_end_is_refused() -> None:
+    with pytest.raises(inspect.RefusedBytesError):
+        inspect.looks_like_http(b"A" * (inspect.MOST_HEAD_BYTES + 1))

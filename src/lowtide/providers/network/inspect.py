@@ -17,6 +17,8 @@ _REQUEST = re.compile(rb"([A-Z][A-Z-]{0,31}) ([\x21-\x7e]+) (HTTP/1\.[01])")
 _HTTP_START = re.compile(
     rb"\s*(?:(?:GET|HEAD|POST|PUT|DELETE|OPTIONS|PATCH|TRACE|CONNECT|PRI) |[^\r\n]* HTTP/[0-9])"
 )
+# What can still become the first line of a request: the letters of a method, and no end of a line yet.
+_HALF_A_LINE = re.compile(rb"\s*(?:[!#$%&'*+.^_`|~0-9A-Za-z-][^\x00-\x08\x0a-\x1f\x7f]*)?")
 _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 _DIGITS = re.compile(rb"[0-9]{1,15}")
 # They say how this one connection is used, and it ends after this request. An upgrade would turn it into
@@ -34,8 +36,15 @@ def looks_like_tls(data: bytes) -> bool:
     return data[:1] == b"\x16"
 
 
-def looks_like_http(data: bytes) -> bool:
-    return _HTTP_START.match(data) is not None
+def looks_like_http(data: bytes) -> bool | None:
+    """None while it cannot be told: whoever sends it byte by byte is not to get past."""
+    if _HTTP_START.match(data) is not None:
+        return True
+    if _HALF_A_LINE.fullmatch(data) is None:
+        return False
+    if len(data) > MOST_HEAD_BYTES:
+        raise RefusedBytesError("the first line is too long")
+    return None
 
 
 def server_name(data: bytes) -> str | None:

@@ -23,6 +23,7 @@ NAME_PORTS = frozenset({80, 443})  # of a name without a port: where a Host head
 STAND_INS = IPv4Network("198.18.0.0/15")
 
 _LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)")
+_HOST = re.compile(r"[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*")  # also those that are there and should not be
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 
 # Never, not even by name: this machine itself, its link (cloud metadata lives there), groups, what stands for names.
@@ -115,7 +116,10 @@ class Policy:
         return tuple(e.range for e in self.entries if e.range is not None)
 
     def allows_name(self, name: str, port: int | None = None) -> bool:
-        return any(e.has_name(name) and (port is None or e.has_port(port)) for e in self.entries)
+        """What is no host name is on no list: to whoever looks it up, a NUL ends a name and a backslash joins labels."""
+        return _HOST.fullmatch(name) is not None and any(
+            e.has_name(name) and (port is None or e.has_port(port)) for e in self.entries
+        )
 
     def allows_address(self, address: Address, port: int) -> bool:
         address = plain(address)

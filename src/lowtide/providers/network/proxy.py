@@ -135,7 +135,11 @@ class Proxy:
         answering = asyncio.ensure_future(_pump(far, near))
         try:
             first = await near.reader.read(_CHUNK)
-            if inspect.looks_like_http(first):
+            while (http := inspect.looks_like_http(first)) is None and (
+                more := await near.reader.read(_CHUNK)
+            ):
+                first += more
+            if http:
                 request, rest = await _request_for(near, name, port, first)
                 await _exchange(near, far, request, rest, answering)
                 return
