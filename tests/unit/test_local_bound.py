@@ -174,6 +174,68 @@ time.sleep(600)
 """
 
 
+FILL = """
+import os, sys, time
+kind = sys.argv[1]
+try:
+    if kind == "files":
+        os.mkdir("/root/many")
+        for number in range(30000):
+            os.close(os.open(f"/root/many/{number}", os.O_CREAT | os.O_WRONLY))
+        os.chmod("/root/many", 0)
+    file = open("/root/large", "wb", buffering=0)
+    if kind == "a file without a name":
+        os.unlink("/root/large")
+    while True:
+        file.write(bytes(1 << 20))
+except OSError:
+    time.sleep(600)
+"""
+
+ON_A_SMALL_DISK = """
+import os, sys, time
+from lowtide import Sandbox
+from lowtide.errors import LowtideError
+fill, kind, home = sys.argv[1:]
+os.environ["LOWTIDE_HOME"] = home
+with Sandbox.run() as innocent, Sandbox.run() as guilty:
+    process = guilty.exec(["python3", "-c", fill, kind])
+    deadline = time.monotonic() + 60
+    while guilty.get_status() == "running" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    print(guilty.get_status())
+    while time.monotonic() < deadline:
+        disk = os.statvfs(home)
+        if disk.f_bavail * disk.f_frsize > 400 << 20 and disk.f_favail > 15000:
+            break
+        time.sleep(0.05)
+    print("room" if time.monotonic() < deadline else "full")
+    print(innocent.exec(["true"]).result().returncode)
+    try:
+        guilty.exec(["true"]).result()
+    except LowtideError as error:
+        print(guilty.refresh().result(), error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+@pytest.mark.parametrize("kind", ["a file", "a file without a name", "files"])
+def test_whoever_fills_the_disk_is_ended_and_makes_room(tmp_path: Path, kind: str) -> None:
+    """In a mount namespace of its own, so that nobody else's sandbox gets the small disk."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    script = f'mount -t tmpfs -o size=512m,nr_inodes=20000 lowtide {disk} && exec "$@"'
+    scenario = [sys.executable, "-c", ON_A_SMALL_DISK, FILL, kind, f"{disk}/home"]
+    done = subprocess.run(
+        ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", *scenario],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.stdout.splitlines()[:3] == ["failed", "room", "0"], done.stdout + done.stderr
+
+
 @needs_groups
 @pytest.mark.parametrize("how", ["owner", "owner and spawner", "asked to end"])
 def test_killed_owners_leave_no_group(tmp_path: Path, how: str) -> None:

@@ -24,7 +24,13 @@ _SYSCTLS = (
         "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0 (or an AppArmor profile with `userns,` for bwrap)",
     ),
 )
-_BOUNDS = {"memory_bytes": "memory", "pids": "processes", "cpu_weight": "weight of the processors"}
+_BOUNDS = {
+    "memory_bytes": "memory of all sandboxes together",
+    "pids": "processes of all sandboxes together",
+    "cpu_weight": "weight on processors of all sandboxes together",
+    "free_bytes": "bytes that all sandboxes leave on the disk",
+    "free_inodes": "inodes that all sandboxes leave on the disk",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +258,7 @@ def _defaults(environ: Mapping[str, str]) -> list[Check]:
         held = attribute not in missing
         checks.append(
             Check(
-                name=f"{what} of all sandboxes together",
+                name=what,
                 ok=held,
                 why=why if held else f"{why}, but it cannot be held here: {missing[attribute]}",
                 fix=None if held else cgroups.FIX,

@@ -133,6 +133,13 @@ class Place:
                 return code
         return None
 
+    def _ended(self) -> str | None:
+        """Why the spawner has ended it, where it has."""
+        try:
+            return (self.path / "ended").read_text()
+        except OSError:
+            return None
+
     def alive(self, spec: dict[str, Any]) -> bool:
         # The outer bwrap ends right after the inner one, when it has written down what that ended with.
         outer, _ = self.processes()
@@ -159,8 +166,7 @@ class Place:
             else:
                 state = SandboxState.FAILED
                 reason = f"its main process ended with {code}" if code is not None else "it was killed"
-                if _out_of_memory(spec):
-                    reason = "out of memory"
+                reason = self._ended() or ("out of memory" if _out_of_memory(spec) else reason)
         return SandboxInfo(
             sandbox_id=self.sandbox_id,
             state=state,

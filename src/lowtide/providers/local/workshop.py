@@ -87,6 +87,7 @@ class Workshop:
                     "trees": ["/usr", *self._bwrap_tree()],
                     "readable_trees": python_trees.trees(),
                     "points": _STAGING_POINTS,
+                    "free": [bound.free_bytes, bound.free_inodes],
                     "bound": [[str(group.inner), str(group.place.own)] for group in self.bound],
                 },
                 self._join_bound,
@@ -111,6 +112,7 @@ class Workshop:
         for path in (self.home, self.home / "sandboxes"):
             # Passable for the sandboxes' range of ids; the state directory above is closed to everybody else.
             path.mkdir(mode=0o711, exist_ok=True)
+        (self.home / "trash").mkdir(mode=0o700, exist_ok=True)  # an end must need no room on the disk
         self._skeleton = layers.skeleton(self.home / "base", self.owner)
         self._masks = python_trees.Masks(self.home / "base" / "masks", self.owner)
         destroy.sweep_trash(self.home / "trash")

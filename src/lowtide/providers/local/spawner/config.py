@@ -13,6 +13,8 @@ class Config:
     own_pid_namespace: int = -1
     bound: tuple[tuple[str, str], ...] = ()  # the groups around all that it starts, and where it came from
     home: str = ""  # the state directory, for an ordinary user
+    sandboxes: str = ""  # the directory that they are all in
+    free: tuple[int | None, int | None] = (None, None)  # bytes and inodes that they leave on the disk
     point: str = ""  # where trees are staged
     seccomp: bytes = b""
     elf_fd: int = -1

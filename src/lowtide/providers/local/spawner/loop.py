@@ -19,6 +19,7 @@ from .creation import Spare
 from .ending import terminate_tree
 from .kernel import SYS_CLOSE_RANGE, libc, put
 from .porter import start_porter
+from .room_on_disk import RoomOnDisk
 from .staging import configure, stage_more
 from .wire import Fds, Message, failure, receive, send
 
@@ -32,6 +33,7 @@ class Spawner:
         self.processes: dict[int, int] = {}  # pid of a command -> key
         self.replies: dict[int, int] = {}  # key -> reply socket
         self.pids: dict[int, int] = {}  # key -> pid of the command
+        self.room = RoomOnDisk()
         self.early: dict[int, int] = {}  # exits seen before the births
 
     def run(self) -> None:
@@ -48,7 +50,7 @@ class Spawner:
         # Its commands are its children. When the owner is gone it stays to reap them: a sandbox is dead only
         # when the last zombie in it is reaped, and the machine's init may take a second or more for that.
         while serving or self.processes or self.firsts:
-            for fd, _ in self.poller.poll():
+            for fd, _ in self.poller.poll(self.room.wait_seconds() if serving else -1):
                 if fd == control:
                     request = receive(self.control)
                     if request is None:
@@ -65,6 +67,7 @@ class Spawner:
                     self.reap()
                 elif fd == self.births_r:
                     self.take_births()
+            self.room.look()
 
     def handle(self, message: Message, fds: Fds) -> None:
         op = message["op"]
@@ -145,6 +148,8 @@ class Spawner:
                 self.take_births()
                 if key in self.replies and key not in self.pids:
                     os.close(self.replies.pop(key))  # it has said why, or was killed
+            elif pid == self.room.child:
+                self.room.child = 0
             else:
                 self.early[pid] = status
                 self.take_births()

@@ -35,6 +35,8 @@ NOBODYS_USER = 4_000_000_000  # owns no file: a map of users has to have a line
 def configure(message: Message, fds: Fds) -> Message:
     config.base, config.count = message["base"], message["count"]
     config.bound = tuple((group, origin) for group, origin in message["bound"])
+    config.sandboxes = f"{message['home']}/sandboxes"
+    config.free = (message["free"][0], message["free"][1])
     config.seccomp = bytes.fromhex(message["seccomp"])
     # To be executed and not to be read: what runs from it cannot be looked into, by nobody beside it.
     config.elf_fd = sealed("lowtide", bytes.fromhex(message["elf"]), 0o111)
