@@ -29,6 +29,7 @@ MODULES = (
     "lifetime",
     "images",
     "exhaustion",
+    "counters",
     "allow_list",
 )
 

@@ -290,6 +290,25 @@ def test_every_packing_is_taken_and_xz_with_little_memory(store: ImageStore) -> 
         store.add("hungry", [io.BytesIO(packed)], {})
 
 
+def test_a_packed_archive_is_imported_with_little_memory(store: ImageStore, tmp_path: Path) -> None:
+    import bz2
+
+    file = tmp_path / "archive"
+    for pack in (bytes, gzip.compress, bz2.compress, lzma.compress):
+        file.write_bytes(pack(GOOD))
+        [path] = store.import_file("packed", file).layers
+        assert Path(path, "etc/motd").read_bytes() == b"hello"
+    file.write_bytes(
+        lzma.compress(GOOD, filters=[{"id": lzma.FILTER_LZMA2, "preset": 0, "dict_size": 1 << 30}])
+    )
+    with pytest.raises(ValidationError, match="not an image"):
+        store.import_file("hungry", file)
+    alone = [{"id": lzma.FILTER_LZMA1, "preset": 0, "dict_size": 1 << 30}]
+    file.write_bytes(lzma.compress(GOOD, format=lzma.FORMAT_ALONE, filters=alone))
+    with pytest.raises(ValidationError, match="not an image"):
+        store.import_file("hungry", file)
+
+
 # ------------------------------------------------------------ archives and documents
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.errors import ValidationError
+from lowtide.errors import SandboxFileError, ValidationError
 from lowtide.providers.base import Limits
 from lowtide.providers.local import LocalProvider, bound_groups, cgroups, doctor
 from lowtide.providers.local.bound import Bound
@@ -61,6 +61,18 @@ async def test_what_outlives_its_maker_takes_the_bound_with_it(tmp_path: Path) -
     assert await second.destroy(made.sandbox_id) is True
     await second.aclose()
     assert [group for group in groups if group.exists()] == []
+
+
+async def test_a_directory_with_too_many_entries_is_refused(provider: LocalProvider) -> None:
+    made = await provider.create(spec())
+    many = (
+        "import os; os.mkdir('/many'); os.chdir('/many'); [os.symlink('x', str(n)) for n in range(100_001)]"
+    )
+    assert (await run(provider, made.sandbox_id, "python3", "-c", many))[0] == 0
+    with pytest.raises(SandboxFileError, match="holds too much"):
+        await provider.list_dir(made.sandbox_id, "/many")
+    assert (await shell(provider, made.sandbox_id, "rm /many/5"))[0] == 0
+    assert len(await provider.list_dir(made.sandbox_id, "/many")) == 100_000
 
 
 async def test_counters_of_the_user_are_bounded(provider: LocalProvider) -> None:

@@ -14,6 +14,7 @@ from lowtide.providers.images.bounds import Budget
 
 _XZ_MEMORY_BYTES = 256 << 20  # what `xz -9` needs is 65 MiB; a header can ask for four gibibytes
 _CHUNK = 1 << 20
+XZ = b"\xfd7zXZ\x00"
 
 
 class Content(io.RawIOBase):
@@ -83,7 +84,7 @@ def _plain(packed: _Packed) -> IO[bytes]:
         return cast("IO[bytes]", gzip.GzipFile(fileobj=cast("IO[bytes]", packed), mode="rb"))
     if start[:3] == b"BZh":
         return cast("IO[bytes]", bz2.BZ2File(cast("IO[bytes]", packed)))
-    if start == b"\xfd7zXZ\x00":
+    if start == XZ:
         return cast("IO[bytes]", _Xz(packed))
     if start[:4] == b"\x28\xb5\x2f\xfd":
         raise ValidationError(

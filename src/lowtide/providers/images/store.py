@@ -8,7 +8,9 @@ import hashlib
 import json
 import lzma
 import os
+import shutil
 import tarfile
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +23,7 @@ from lowtide.errors import LowtideError, ValidationError
 from lowtide.providers.images.archive import read_archive
 from lowtide.providers.images.bounds import Bounds, Budget, check_layers
 from lowtide.providers.images.configuration import Configuration, unusable
+from lowtide.providers.images.content import XZ, Content
 from lowtide.providers.images.documents import words
 from lowtide.providers.images.layers import LayerStore
 from lowtide.providers.images.pull import Reference, Registry, save
@@ -85,7 +88,7 @@ class ImageStore:
     def import_file(self, name: str, file: Path) -> Image:
         """From `docker save`, an OCI layout in a tar, or a tar of a root filesystem (each also packed)."""
         try:
-            with tarfile.open(file, tarinfo=CarefulInfo) as archive:
+            with self._opened(file) as opened, _tar(file, opened) as archive:
                 layers, config = read_archive(archive, self._budget())
                 return self.add(name, layers, config)
         except LowtideError:
@@ -98,6 +101,21 @@ class ImageStore:
             raise ValidationError(
                 f"{file} cannot be imported: {error}", argument="file", provider="local"
             ) from error
+
+    @contextlib.contextmanager
+    def _opened(self, file: Path) -> Iterator[IO[bytes]]:
+        """The archive, for reading back and forth. xz is unpacked to the disk first: `tarfile` gives it any memory."""
+        with open(file, "rb") as packed:
+            if packed.read(len(XZ)) != XZ:
+                packed.seek(0)
+                yield packed
+                return
+            packed.seek(0)
+            budget = self._budget()  # of its own: what is in it is counted when it is unpacked once more
+            with tempfile.TemporaryFile(dir=self.directory) as plain:
+                shutil.copyfileobj(Content(packed, budget), plain, 1 << 20)
+                plain.seek(0)
+                yield plain
 
     def add(self, name: str, layers: Iterable[IO[bytes]], config: Mapping[str, Any]) -> Image:
         """Put an image in the store: `layers` as (packed) tar streams from the bottom up, `config` as OCI has it."""
@@ -274,3 +292,11 @@ def _summary(name: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
 def _is_name(name: str) -> bool:
     """What can be the name of a directory here, and of no other place."""
     return not name.startswith(("/", ".")) and 0 < len(quote(name, safe="")) <= 200
+
+
+def _tar(file: Path, opened: IO[bytes]) -> tarfile.TarFile:
+    """Told how it is packed: left to find out, `tarfile` tries formats with any memory that a header asks for."""
+    start = opened.read(3)
+    opened.seek(0)
+    packing: Any = {b"\x1f\x8b": "r:gz", b"BZ": "r:bz2"}.get(start[:2], "r:")
+    return tarfile.open(file, packing, opened, tarinfo=CarefulInfo)

@@ -9,7 +9,7 @@ import fcntl
 import json
 import os
 import stat as modes
-from collections.abc import AsyncIterable, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from lowtide.trees.holes import copy_data
 
 _CHUNK = 1 << 20
 _PIPE_BYTES = 1 << 20
+_MOST_LISTED, _MOST_LISTED_BYTES = 100_000, 32 << 20  # what list_dir takes into memory
 
 _CLASSES: dict[int, type[errors.SandboxFileError]] = {
     errno.ENOENT: errors.SandboxFileNotFoundError,
@@ -145,7 +146,19 @@ async def stat(inside: Caller, path: str) -> FileEntry:
 
 
 async def list_dir(inside: Caller, path: str) -> list[FileEntry]:
-    lines = b"".join([chunk async for chunk in _stream_out(inside, "list", path)])
+    lines, count = bytearray(), 0
+    async with contextlib.aclosing(_stream_out(inside, "list", path)) as chunks:
+        async for chunk in chunks:
+            lines += chunk
+            count += chunk.count(b"\n")
+            if count > _MOST_LISTED or len(lines) > _MOST_LISTED_BYTES:
+                raise errors.SandboxFileError(
+                    f"{path} holds too much to be listed in memory (more than {_MOST_LISTED} entries or "
+                    f"{_MOST_LISTED_BYTES >> 20} MiB of names); exec a command that looks for what you want",
+                    path=path,
+                    provider="local",
+                    sandbox_id=inside.sandbox_id,
+                )
     top = path.rstrip("/")
     found = [_entry(fields, f"{top}/{fields[0]}") for fields in map(json.loads, lines.splitlines())]
     return sorted(found, key=lambda entry: entry.name)
@@ -160,7 +173,7 @@ def read_tree(inside: Caller, path: str) -> AsyncIterator[bytes]:
     return _stream_out(inside, "read_tree", path)
 
 
-async def _stream_out(inside: Caller, call: str, path: str) -> AsyncIterator[bytes]:
+async def _stream_out(inside: Caller, call: str, path: str) -> AsyncGenerator[bytes, None]:
     ours, theirs = os.pipe()
     os.set_blocking(ours, False)
     try:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -30,6 +31,9 @@ COUNTERS = (
     ("max_fanotify_groups", b"8"),
     ("max_fanotify_marks", b"1024"),
 )
+
+
+RLIMIT_SIGPENDING, RLIMIT_MSGQUEUE = 11, 12  # which Python does not name everywhere
 
 
 class Spare:
@@ -80,11 +84,20 @@ def hold_namespace(holds: int) -> None:
         os.setgroups([])
         os.setresgid(config.base, config.base, config.base)
         os.setresuid(config.base, config.base, config.base)
+    leave_half()
     if libc.unshare(NEWUSER) == 0:
         bound_counters()
         os.write(holds, b"1")
         while True:
             signal.pause()
+
+
+def leave_half() -> None:
+    """What is held now bounds what all of the new user namespace adds to its user's count: the user keeps the rest."""
+    for name in (RLIMIT_SIGPENDING, RLIMIT_MSGQUEUE):
+        soft, hard = resource.getrlimit(name)
+        if soft != resource.RLIM_INFINITY:
+            resource.setrlimit(name, (soft // 2, hard))
 
 
 def bound_counters() -> None:
