@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -32,6 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for rule in (newcomers, retries):
         config.pluginmanager.register(rule)
     config.stash[_left] = []
+    # A shell starts what runs in its background with Ctrl+C ignored, and every process of a test would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_outer] = {name: os.environ.get(name) for name in (RUN, SEED, "LOWTIDE_HOME", "TMPDIR")}
     os.environ.setdefault(SEED, str(random.SystemRandom().randrange(10**9)))  # the workers inherit it
     if _is_worker(config):
