@@ -115,13 +115,9 @@ def boot_id() -> str:
         return UNKNOWN_BOOT
 
 
+@cache
 def namespace() -> str:
     """Where process numbers and start times mean what they mean here: the pid and the time namespace."""
-    return _namespace_of(os.getpid())  # a process stays in its own; a forked child may be in another
-
-
-@cache
-def _namespace_of(pid: int) -> str:
     names = []
     for kind in ("pid", "time"):
         try:
@@ -129,6 +125,10 @@ def _namespace_of(pid: int) -> str:
         except OSError:
             names.append("?")
     return "/".join(names)
+
+
+# A process stays in its own; a forked child may be in another, and have its parent's number there.
+os.register_at_fork(after_in_child=namespace.cache_clear)
 
 
 @dataclass(frozen=True, slots=True)

@@ -249,3 +249,20 @@ def test_a_ledger_of_the_first_version_is_brought_along(tmp_path: Path) -> None:
     again = SqliteLedger(tmp_path / "ledger.db")
     assert len(asyncio.run(again.leases())) == 5
     again.close()
+
+
+@ROOT_ONLY
+def test_a_forked_child_with_its_parents_number_in_another_namespace_is_another_owner() -> None:
+    program = (
+        "import ctypes, os; from lowtide.lifecycle.owner import Owner\n"
+        "parent = Owner.current()\n"
+        "assert ctypes.CDLL(None).unshare(0x20000000) == 0\n"  # CLONE_NEWPID: for the children
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    same = Owner.current() == parent or Owner.current().namespace == parent.namespace\n"
+        "    os._exit(3 if os.getpid() != parent.pid else 4 if same else 0)\n"
+        "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    place = ("unshare", "--pid", "--mount-proc", "--fork", "--kill-child")
+    done = subprocess.run([*place, sys.executable, "-c", program], timeout=60)
+    assert done.returncode == 0

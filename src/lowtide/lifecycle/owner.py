@@ -57,7 +57,7 @@ class Owner:
 
     @classmethod
     def current(cls) -> Owner:
-        return _owner_of(os.getpid())
+        return _this_owner()
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -137,15 +137,19 @@ class Owner:
 
 
 @cache
-def _owner_of(pid: int) -> Owner:
+def _this_owner() -> Owner:
     me = machine.this_process()
     return Owner(
         host=machine.this_host(),
         machine_id=machine.machine_id(),
         boot_id=machine.boot_id(),
         namespace=machine.namespace(),
-        pid=pid,
+        pid=os.getpid(),
         start_time=me.start_time,
         image=me.image,
         life=_LIFE,
     )
+
+
+# Not by its number: in a pid namespace of its own a child may have its parent's.
+os.register_at_fork(after_in_child=_this_owner.cache_clear)
