@@ -108,3 +108,17 @@ async def test_counted_chunks_say_what_was_moved_and_what_their_source_raised() 
             moved.append(chunk)
     assert (moved, counted.bytes, counted.moved) == ([b"a", b"bcd"], 4, 2)
     assert isinstance(counted.error, OSError)
+
+
+@pytest.mark.parametrize(
+    "key", ["hunter2\n", "hunter2\r\nX-Other: 1", "hunter2\N{LATIN SMALL LETTER E WITH ACUTE}"]
+)
+def test_a_key_that_cannot_be_sent_is_refused_before_anybody_can_quote_it(key: str) -> None:
+    for options, environ, name in (
+        ({"api_key": key}, {}, "api_key"),
+        (None, {"SERVICE_KEY": key}, "SERVICE_KEY"),
+    ):
+        with pytest.raises(errors.ValidationError) as caught:
+            hosted.chosen("service", KNOWN, options, environ)
+        assert name in str(caught.value)
+        assert "hunter2" not in str(caught.value)

@@ -37,7 +37,18 @@ def chosen(
             )
         if value is not None and not (isinstance(value, str) and value):
             raise errors.ValidationError(f"{name} must be a string", argument=name, provider=provider)
-    return {name: given.get(name) or environ.get(variable) or None for name, variable in known.items()}
+    found = {name: given.get(name) or environ.get(variable) or None for name, variable in known.items()}
+    for name, value in found.items():
+        # Refused here, because what cannot be sent is quoted by those who are to send it: keys, too.
+        if value is not None and not (value.isascii() and value.isprintable()):
+            where = name if given.get(name) else known[name]
+            raise errors.ValidationError(
+                f"{where} has a character that cannot be sent (a line end, perhaps, from the file it was read from): "
+                "set it without",
+                argument=name,
+                provider=provider,
+            )
+    return found
 
 
 def account(provider: str, where: str, who: str) -> str:
