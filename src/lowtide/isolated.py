@@ -17,7 +17,8 @@ from pathlib import Path
 
 from lowtide.errors import MissingDependencyError
 
-_DETACH = "import os\nif os.fork(): os._exit(0)\n"
+# A lock or a pipe that the program has inherited is not to be held for as long as the detached process lives.
+_DETACH = "import os\nos.closerange(3, os.sysconf('SC_OPEN_MAX'))\nif os.fork(): os._exit(0)\n"
 _START = """\
 import sys
 from importlib import import_module

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from tests.crash.environments import Disk
+from tests.crash.stalls import Stalls
 from tests.crash.world import Actor, World
 
 
@@ -149,3 +150,20 @@ def test_another_owner_that_the_full_ledger_shows_is_respected(world: World, dis
     assert second.until("ALIVE") == "ALIVE 0"
     assert (first.wait(), second.wait()) == (0, 0)
     world.wait_until_clean()
+
+
+def test_a_kill_with_a_full_disk_leaves_nothing(world: World, disk: Disk) -> None:
+    actor = world.start("hold", 2)
+    actor.until("READY")
+    world.guardian()
+    disk.fill()
+    actor.kill()
+    started, stalls = time.monotonic(), Stalls()
+    while world.existing():
+        assert time.monotonic() - started < world.bound + stalls.seconds, (
+            f"leaked after a kill: {world.log()}"
+        )
+        stalls.sleep(0.03)
+    assert world.open_rows() != []
+    disk.free()
+    world.wait_until_clean(20)  # its rows: they are tried again, later each time

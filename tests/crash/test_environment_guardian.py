@@ -274,3 +274,61 @@ def test_a_ledger_that_is_taken_away_is_no_reason_to_stay(world: World) -> None:
     owner.kill()
     until(lambda: not os.path.exists(f"/proc/{guardian}"))
     assert not (world.service.sandboxes() if world.provider_name == "faulty" else world.existing())
+
+
+# What others do to it.
+
+
+@pytest.mark.faulty  # can hold an end
+def test_a_service_that_does_not_answer_holds_up_nobody_else(world: World) -> None:
+    stuck = world.start("hold", 66)  # more than are ended at once
+    stuck.until("READY", 180)
+    other = world.start("hold", 1, LOWTIDE_FAULTY_KEY="another")
+    other.until("READY")
+    world.guardian()
+    world.service.fault("destroy", hold_seconds=30, times=64)
+    stuck.kill()
+    until(lambda: not world.service.pending())  # all of them wait for their answer
+    world.spared |= stuck.made()
+    other.kill()
+    world.wait_until_clean()
+    world.spared.clear()
+    world.wait_until_clean(60)
+
+
+@pytest.mark.faulty
+def test_it_holds_no_descriptor_that_the_program_has_inherited(world: World, tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    actor = world.start("hold", 1, within=("sh", "-c", f'exec 9>"{lock}"; exec "$@"', "sh"))
+    actor.until("READY")
+    guardian = world.guardian()
+    held = {os.path.realpath(entry) for entry in Path(f"/proc/{guardian}/fd").iterdir()}
+    assert str(world.home / "ledger.db") in held  # it can be looked at
+    assert str(lock) not in held
+    actor.kill()
+    world.wait_until_clean()
+
+
+@pytest.mark.faulty
+@pytest.mark.xfail(
+    strict=True,
+    reason="where addresses are not random an exec of the same program puts it in the same place: its owner counts "
+    "as alive until the process ends",
+)
+def test_a_program_that_restarts_itself_without_random_addresses_leaves_nothing(world: World) -> None:
+    actor = world.start_program(
+        """
+        if os.environ["AGAIN"] == "1":
+            say("READY")
+            time.sleep(30)
+            sys.exit()
+        make()
+        time.sleep(0.6)
+        os.environ["AGAIN"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+        """,
+        within=("setarch", "-R"),
+        AGAIN="0",
+    )
+    actor.until("READY")
+    world.wait_until_clean()

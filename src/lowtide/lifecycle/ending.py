@@ -30,7 +30,7 @@ from lowtide.lifecycle import keep
 from lowtide.lifecycle.clock import Instant
 from lowtide.lifecycle.held import Held
 from lowtide.lifecycle.keep import Decision, Fate
-from lowtide.lifecycle.lease import EndReport, Lease, LeaseState, Outcome
+from lowtide.lifecycle.lease import EndReport, Lease, LeaseState, Outcome, renewal_seconds
 from lowtide.lifecycle.ledger import Ledger
 from lowtide.lifecycle.owner import Owner, Standing
 from lowtide.lifecycle.points import point
@@ -193,6 +193,41 @@ async def end_lease(
     return done(Outcome.FAILED, text, error=failure)
 
 
+async def end_for_another(
+    ledger: Ledger,
+    provider: Provider,
+    lease: Lease,
+    *,
+    owner: Owner | None,
+    decision: Decision,
+    deadline_seconds: float,
+) -> EndReport:
+    """What the guardian and its workers do: `end_lease`; on a full disk the sandbox all the same, its row later.
+
+    The report says FAILED until the row is settled, so that it is tried again.
+    """
+    report = await end_lease(
+        ledger, provider, lease, owner=owner, decision=decision, deadline_seconds=deadline_seconds
+    )
+    # One that is only busy is left: who writes it may be adopting.
+    unwritable = isinstance(report.error, LedgerError) and not report.error.retryable
+    if (
+        unwritable
+        and decision.fate is Fate.DESTROY
+        and lease.state in OWNED
+        and provider.account == lease.account
+    ):
+        await end_without_row(
+            ledger,
+            Held(provider, lease),
+            decision,
+            grace_seconds=0.0,
+            deadline_seconds=deadline_seconds,
+            for_another=True,
+        )
+    return report
+
+
 async def is_shown(provider: Provider, lease: Lease, spec: SandboxSpec | None = None) -> bool:
     """Whether the account at hand is the lease's, although its key may have been exchanged meanwhile.
 
@@ -219,11 +254,18 @@ def another_account(provider: Provider, lease: Lease) -> AuthenticationError:
 
 
 async def end_without_row(
-    ledger: Ledger, held: Held, decision: Decision, *, grace_seconds: float, deadline_seconds: float
+    ledger: Ledger,
+    held: Held,
+    decision: Decision,
+    *,
+    grace_seconds: float,
+    deadline_seconds: float,
+    for_another: bool = False,
 ) -> EndReport:
     """End what this process owns although the ledger cannot be written. The row is settled once it can be.
 
-    What the ledger still shows counts: one that has another owner by now is left.
+    What the ledger still shows counts: one that has another owner by now is left. `for_another`: this process
+    does not own it, so its row has to be read for it to be touched.
     """
     started = time.monotonic()
     lease, provider = held.lease, held.provider
@@ -237,6 +279,8 @@ async def end_without_row(
                 if row is not None and not may_claim(row, provider, Claim.OWN, lease.owner):
                     return let_be(row, provider)
             except LedgerError as error:  # not even read: then what this process knows has to do
+                if for_another:
+                    raise
                 log.warning("lease %s: %s", lease.lease_id, error)
             sandbox_id = lease.sandbox_id or await _recover(
                 ledger, provider, lease, held.spec or recovery_spec(lease), answered=False
@@ -340,6 +384,7 @@ async def _leave(
     if sandbox_id is None:
         return None
     until = time.time() + lease.keep_for_seconds
+    before = await ledger.get(lease.lease_id)
     try:
         if decision.fate is Fate.STOP and isinstance(provider, Stops):
             await provider.stop_only(sandbox_id, delete_after_seconds=lease.keep_for_seconds)
@@ -361,6 +406,10 @@ async def _leave(
     )
     if changed is None:
         return None
+    if before is not None and changed.renewed != before.renewed and decision.fate is Fate.KEEP:
+        # A renewal came in between, and may have been heard last. One that comes from now on sees that it is kept.
+        lives_until = await extend(provider, sandbox_id, lease.keep_for_seconds) or lives_until
+        await ledger.note(lease.lease_id, "", expires_at=lives_until)
     keep.announce(changed, why=decision.why, until=until, lives_until=lives_until)
     return Outcome.STOPPED if decision.fate is Fate.STOP and isinstance(provider, Stops) else Outcome.KEPT
 
@@ -372,6 +421,24 @@ async def extend(provider: Provider, sandbox_id: str, seconds: float) -> float |
     most = provider.traits.max_lifetime_seconds
     until: datetime | None = await provider.renew(sandbox_id, min(seconds, most) if most else seconds)
     return until.timestamp() if until is not None else None
+
+
+async def renew_lease(ledger: Ledger, provider: Provider, lease: Lease) -> Lease | None:
+    """Move the provider-side lifetime of a live lease, and write that down. Whoever keeps or releases it meanwhile
+    has the last word, though the provider may have heard us last: then its lifetime is moved there again."""
+    if lease.sandbox_id is None:
+        return None
+    asked = Instant.now()
+    until = await extend(provider, lease.sandbox_id, renewal_seconds(lease))
+    noted = await ledger.change(
+        lease.lease_id, LeaseState.LIVE, before={LeaseState.LIVE}, expires_at=until, renewed=asked
+    )
+    row = noted or await ledger.get(lease.lease_id)
+    if row is not None and row.state in (LeaseState.KEPT, LeaseState.HANDED_OVER):
+        left = row.keep_for_seconds if row.kept_until is None else max(1.0, row.kept_until - time.time())
+        until = await extend(provider, lease.sandbox_id, left)
+        await ledger.note(lease.lease_id, "", expires_at=until)
+    return noted
 
 
 def recovery_spec(lease: Lease) -> SandboxSpec:

@@ -20,7 +20,7 @@ from typing import Any
 from lowtide.errors import AuthenticationError, LowtideError
 from lowtide.lifecycle import clock, keep
 from lowtide.lifecycle.deadlines import Deadlines
-from lowtide.lifecycle.ending import end_lease
+from lowtide.lifecycle.ending import end_for_another
 from lowtide.lifecycle.guardian_socket import Links
 from lowtide.lifecycle.keep import Decision, Fate
 from lowtide.lifecycle.lease import Lease, LeaseState, Outcome
@@ -69,7 +69,8 @@ class Guardian:
         self.ending: dict[str, asyncio.Task[None]] = {}
         self.stuck: set[str] = set()
         """Leases that cannot be ended for want of credentials. They do not keep the guardian."""
-        self.room = asyncio.Semaphore(AT_ONCE)
+        self.rooms: dict[tuple[str, str], asyncio.Semaphore] = {}
+        """Per account: a service that does not answer holds up nobody else's sandboxes."""
         self.idle_since: float | None = None
         self.terminated_at: float | None = None
         self.changed = asyncio.Event()
@@ -153,6 +154,8 @@ class Guardian:
         known = {lease.lease_id for lease in self.open}
         self.stuck &= known
         self.watch.only({lease.owner for lease in self.open})
+        accounts = {(lease.provider, lease.account) for lease in self.open}
+        self.rooms = {account: room for account, room in self.rooms.items() if account in accounts}
         self.retries.only(known | {"renew " + one for one in known} | {"ask " + one for one in known})
         self.deadlines.only(known)
         self.upkeep.only(known)
@@ -228,7 +231,7 @@ class Guardian:
 
     async def _end_one(self, lease: Lease, decision: Decision, owner: Owner | None) -> None:
         try:
-            async with self.room:
+            async with self.rooms.setdefault((lease.provider, lease.account), asyncio.Semaphore(AT_ONCE)):
                 outcome, why = await self.workers.with_any_key(
                     lease, lambda account: self._end_with(account, lease, decision, owner)
                 )
@@ -259,7 +262,7 @@ class Guardian:
         provider = self.workers.light(lease, account)
         if provider is None:
             return await self.workers.end(lease, decision, account)
-        report = await end_lease(
+        report = await end_for_another(
             self.ledger, provider, lease, owner=owner, decision=decision, deadline_seconds=END_SECONDS
         )
         if isinstance(report.error, AuthenticationError):
@@ -277,10 +280,11 @@ class Guardian:
                 self.stuck.discard(lease.lease_id)
         self.changed.set()
 
-    def _ledger_replaced(self) -> None:
+    def _ledger_replaced(self, unsettled: list[Lease] | None) -> None:
         """Somebody removed the file, or put another in its place: what was open in it is written down again."""
-        log.warning("the ledger was removed or replaced: writing %d open leases again", len(self.open))
-        self._in_background(self.ledger.restore(self.open))
+        leases = self.open if unsettled is None else unsettled
+        log.warning("the ledger was removed or replaced: writing %d open leases again", len(leases))
+        self._in_background(self.ledger.restore(leases))
         self.links.tell({"ledger": "replaced"})
 
     def _terminated(self) -> None:

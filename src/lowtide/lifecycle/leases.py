@@ -397,10 +397,12 @@ class Lifecycle:
                     decision=keep.decide(lease, failed=True),
                 )
 
-    def write_again(self) -> None:
-        """The ledger was removed or replaced: what this process holds is in it again."""
+    def write_again(self, unsettled: list[Lease] | None) -> None:
+        """The ledger was removed or replaced: what was open in it is in it again."""
         log.warning("the ledger %s was removed or replaced; open leases are written again", self.path)
-        self._in_background(self.ledger.restore([held.lease for held in self.held.values()]))
+        if unsettled is None:
+            unsettled = [held.lease for held in self.held.values()]
+        self._in_background(self.ledger.restore(unsettled))
 
     async def _end_everything(self, *, failed: bool, seconds: float | None = None) -> list[EndReport]:
         """All leases this process holds, in parallel, under one deadline."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import random
 import secrets
@@ -25,6 +26,8 @@ from lowtide.lifecycle.owner import Owner
 
 if TYPE_CHECKING:
     import asyncio
+
+log = logging.getLogger("lowtide.lifecycle")
 
 T = TypeVar("T")
 
@@ -128,10 +131,12 @@ class SqliteLedger:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._pid = os.getpid()
+        self._damaged: set[Any] = set()
         self._intended: list[tuple[Lease, asyncio.Future[None]]] = []
         self._intending: asyncio.Task[None] | None = None
-        self.replaced: Callable[[], None] = lambda: None
-        """Called when somebody has removed the file or put another in its place, once the new one is open."""
+        self.replaced: Callable[[list[Lease] | None], None] = lambda _: None
+        """Called when somebody has removed the file or put another in its place, once the new one is open: with
+        what was not settled in the old one, which is still there for whoever has it open; None if it is damaged."""
         self.ledger_id = self._open(secrets.token_hex(8))
 
     def _open(self, new_id: str) -> str:
@@ -155,8 +160,17 @@ class SqliteLedger:
         import ctypes
 
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._db))
+        unsettled = self._unsettled()
         self.ledger_id = self._open(self.ledger_id)
-        self.replaced()
+        self.replaced(unsettled)
+
+    def _unsettled(self) -> list[Lease] | None:
+        """What the file says last. Who kept, released or adopted what is known there better than in any memory."""
+        try:
+            rows = self._db.execute(f"{lease_rows.SELECT} WHERE state!='gone'").fetchall()
+        except sqlite3.Error:
+            return None
+        return self._readable(rows)
 
     def _set_up(self, new_id: str) -> str:
         deadline = time.monotonic() + self.busy_seconds
@@ -290,9 +304,7 @@ class SqliteLedger:
         if account is not None:
             query, values = query + " AND account=?", [*values, account]
         rows = await self._retry("read", lambda: self._db.execute(query, values).fetchall())
-        leases = sorted(
-            (lease_rows.from_row(row, self.ledger_id) for row in rows), key=lambda lease: lease.created_at
-        )
+        leases = sorted(self._readable(rows), key=lambda lease: lease.created_at)
         return leases[-1] if leases else None
 
     async def leases(
@@ -398,11 +410,31 @@ class SqliteLedger:
 
     async def _read(self, query: str, values: Sequence[Any]) -> list[Lease]:
         rows = await self._retry("read", lambda: self._db.execute(query, values).fetchall())
-        return [lease_rows.from_row(row, self.ledger_id) for row in rows]
+        return self._readable(rows)
+
+    def _readable(self, rows: Iterable[tuple[Any, ...]]) -> list[Lease]:
+        """Without those that are damaged: one such row is no reason to look after none of the others."""
+        leases = []
+        for row in rows:
+            try:
+                leases.append(lease_rows.from_row(row, self.ledger_id))
+            except (ValueError, TypeError) as error:
+                if row[0] not in self._damaged:
+                    self._damaged.add(row[0])
+                    log.warning("lease %s: its row in %s cannot be read: %s", row[0], self.path, error)
+        return leases
 
     def _get(self, lease_id: str) -> Lease | None:
         row = self._db.execute(f"{lease_rows.SELECT} WHERE lease_id=?", (lease_id,)).fetchone()
-        return lease_rows.from_row(row, self.ledger_id) if row else None
+        if row is None:
+            return None
+        try:
+            return lease_rows.from_row(row, self.ledger_id)
+        except (ValueError, TypeError) as error:
+            raise LedgerError(
+                f"the row of lease {lease_id} in {self.path} is damaged ({error}): end its sandbox by its id at its "
+                "provider"
+            ) from error
 
     def _insert(self, lease: Lease) -> None:
         self._db.execute(lease_rows.INSERT, lease_rows.to_row(lease))

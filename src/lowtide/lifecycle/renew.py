@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lowtide.errors import LowtideError
-from lowtide.lifecycle.clock import Instant
-from lowtide.lifecycle.ending import extend
+from lowtide.lifecycle.ending import renew_lease
 from lowtide.lifecycle.held import Held
-from lowtide.lifecycle.lease import LEASE_SECONDS, Lease, LeaseState, renewal_seconds
+from lowtide.lifecycle.lease import LEASE_SECONDS, Lease, LeaseState
 
 if TYPE_CHECKING:
     from lowtide.lifecycle.leases import Lifecycle
@@ -64,10 +62,7 @@ async def renew(life: Lifecycle, held: Held) -> None:
     lease = held.lease
     if lease.sandbox_id is None or lease.lifetime_seconds is None:
         return
-    asked = Instant.now()
     try:
-        until = await extend(held.provider, lease.sandbox_id, renewal_seconds(lease))
-        held.lease = replace(held.lease, expires_at=until, renewed=asked)
-        await life.ledger.note(lease.lease_id, "", expires_at=until, renewed=asked)
+        held.lease = await renew_lease(life.ledger, held.provider, lease) or held.lease
     except LowtideError as error:
         log.warning("lease %s (%s): renewal failed: %s", lease.lease_id, held.provider.name, error)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from lowtide.errors import LowtideError
+from lowtide.errors import LedgerError, LowtideError
 from lowtide.lifecycle import keep, witness
 from lowtide.lifecycle.ending import another_account, end_lease, is_shown
 from lowtide.lifecycle.keep import Decision, Fate
@@ -213,7 +213,10 @@ class _Sweep:
 
         if marks.ledger_id != self.ledger.ledger_id:
             return found(Action.LEFT, "it was made under another ledger; sweep there, or delete it by id")
-        lease = await self.ledger.get(marks.lease_id)
+        try:
+            lease = await self.ledger.get(marks.lease_id)
+        except LedgerError as error:
+            return found(Action.LEFT, str(error))
         if lease is None:
             return found(
                 Action.LEFT, "its lease is not in this ledger any more; delete it by id if it is not needed"

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from lowtide.errors import SandboxGone, SandboxNotFoundError
 from lowtide.lifecycle import clock, witness
-from lowtide.lifecycle.clock import Instant
-from lowtide.lifecycle.ending import extend
-from lowtide.lifecycle.lease import LEASE_SECONDS, Lease, LeaseState, renewal_seconds
+from lowtide.lifecycle.ending import renew_lease
+from lowtide.lifecycle.lease import LEASE_SECONDS, Lease, LeaseState
 from lowtide.lifecycle.ledger import SqliteLedger
 from lowtide.lifecycle.retries import Retries
 from lowtide.lifecycle.witness import Sighting, Testimony
@@ -61,15 +60,13 @@ class Upkeep:
             and self._retries.due("renew " + lease.lease_id)
         )
 
-    async def _renew_with(self, account: str, lease: Lease, sandbox_id: str) -> None:
+    async def _renew_with(self, account: str, lease: Lease) -> None:
         provider = self._workers.light(lease, account)
         try:
             if provider is None:
                 await self._workers.renew(lease, account)
                 return
-            asked = Instant.now()
-            until = await extend(provider, sandbox_id, renewal_seconds(lease))
-            await self._ledger.note(lease.lease_id, "", expires_at=until, renewed=asked)
+            await renew_lease(self._ledger, provider, lease)
         except (SandboxNotFoundError, SandboxGone):
             if account != lease.account:  # another key that does not show it proves nothing
                 raise
@@ -89,9 +86,7 @@ class Upkeep:
             return
         self._renewing.add(lease.lease_id)
         try:
-            await self._workers.with_any_key(
-                lease, lambda account: self._renew_with(account, lease, lease.sandbox_id or "")
-            )
+            await self._workers.with_any_key(lease, lambda account: self._renew_with(account, lease))
         except Exception as error:
             # Never so long that the lease could end while its owner lives.
             wait = self._retries.failed(key, most=(lease.lifetime_seconds or LEASE_SECONDS) / 10)

@@ -28,10 +28,9 @@ from lowtide.errors import (
     SandboxNotFoundError,
 )
 from lowtide.lifecycle import witness
-from lowtide.lifecycle.clock import Instant
-from lowtide.lifecycle.ending import end_lease, extend
+from lowtide.lifecycle.ending import end_for_another, renew_lease
 from lowtide.lifecycle.keep import Decision, Fate
-from lowtide.lifecycle.lease import Lease, Outcome, renewal_seconds
+from lowtide.lifecycle.lease import Lease, LeaseState, Outcome
 from lowtide.lifecycle.ledger import SqliteLedger
 from lowtide.lifecycle.witness import Sighting, Testimony
 from lowtide.providers import registry
@@ -306,18 +305,18 @@ async def _do(
             return {"error": str(error)}
         return {"testimony": sighting.testimony, "expires_at": sighting.expires_at}
     if "renew" in job:
-        asked = Instant.now()
+        if lease.state is not LeaseState.LIVE:  # kept, released or ended while this worker was started
+            return {}
         try:
-            until = await extend(provider, lease.sandbox_id or "", renewal_seconds(lease))
+            await renew_lease(ledger, provider, lease)
         except (SandboxNotFoundError, SandboxGone) as error:
             return {"gone": str(error)}
         except AuthenticationError as error:
             return {"refused": str(error)}
         except LowtideError as error:
             return {"error": str(error)}
-        await ledger.note(lease.lease_id, "", expires_at=until, renewed=asked)
         return {}
-    report = await end_lease(
+    report = await end_for_another(
         ledger,
         provider,
         lease,

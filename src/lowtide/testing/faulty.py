@@ -61,7 +61,7 @@ FAULTS = {
     "list": "lag_seconds fail hold_seconds",
     "get": "fail hold_seconds",
     "find": "fail blind",
-    "renew": "fail",
+    "renew": "fail hold_seconds",
 }
 """What each call can be made to do; `FaultyService.fault` has the meanings."""
 
@@ -103,7 +103,7 @@ class FaultyService:
         "authentication", "validation", "dependency", "cancelled"), ``fail`` (error state), ``rate_limit`` (429, retry after that many seconds), ``die``
         (kill -9 of the calling process: "before", "committed").
         destroy: ``fail``, ``hold_seconds``, ``rate_limit``, ``stuck`` (accepted, but it stays), ``die``.
-        list: ``lag_seconds`` (what is younger is not shown). get, find, renew: ``fail``; find: ``blind``.
+        list: ``lag_seconds`` (what is younger is not shown). get, find, renew: ``fail``; find: ``blind``; get, renew: ``hold_seconds``.
         """
         allowed = FAULTS.get(call, "").split()
         if not what or any(key not in allowed for key in what):
