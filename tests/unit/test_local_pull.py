@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
 import json
 import os
 import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -17,6 +20,7 @@ import pytest
 
 from lowtide.errors import (
     AuthenticationError,
+    LowtideError,
     MissingDependencyError,
     SandboxUnavailableError,
     ValidationError,
@@ -319,3 +323,40 @@ def test_references_are_read_as_docker_reads_them(text: str, host: str, path: st
     reference = Reference.parse(text)
     assert (reference.registry, reference.path, reference.tag) == (host, path, tag)
     assert reference.plain is text.startswith("localhost")
+
+
+@pytest.mark.parametrize("where", ["token", "redirect"])
+def test_an_answer_without_an_end_is_given_up(store: ImageStore, where: str) -> None:
+    """A token, and what comes with a redirect, are read whole by the libraries."""
+    sent = 0
+
+    class Endless(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            """Nothing to the test's output."""
+
+        def do_GET(self) -> None:
+            nonlocal sent
+            own = f"http://127.0.0.1:{server.server_port}"
+            if self.path == "/v2/":
+                self.send_response(200)
+                self.end_headers()
+                return
+            if self.path.startswith("/token") or where == "redirect":
+                self.send_response(302 if where == "redirect" else 200)
+                self.send_header("Location", f"{own}/v2/")
+                self.end_headers()
+                with contextlib.suppress(OSError):
+                    for _ in range(64):  # far more than any document, and little enough for this machine
+                        self.wfile.write(b" " * (1 << 20))
+                        sent += 1
+                return
+            self.send_response(401)
+            self.send_header("WWW-Authenticate", f'Bearer realm="{own}/token",service="x",scope="y"')
+            self.end_headers()
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(LowtideError, match="an answer of more than"):
+            store.pull(f"127.0.0.1:{server.server_port}/a/b:latest")
+        server.shutdown()
+    assert sent < 64

@@ -101,11 +101,14 @@ class Registry:
             ) from error
 
         class Bounded(requests.adapters.HTTPAdapter):
-            """oras sets no timeouts of its own."""
+            """oras sets no timeouts, and reads a token whole; requests does so with what comes with a redirect."""
 
             def send(self, *args: Any, **kwargs: Any) -> Any:
                 kwargs["timeout"] = (_CONNECT_SECONDS, _READ_SECONDS)
-                return super().send(*args, **kwargs)
+                answer = super().send(*args, **kwargs)
+                if answer.is_redirect or not kwargs.get("stream"):
+                    _read_bounded(answer)
+                return answer
 
         class Once(oras.provider.Registry):  # type: ignore[misc]
             """oras tries again after any fault, a refused login included, for two minutes."""
@@ -262,6 +265,19 @@ def _blob(descriptor: Mapping[str, Any]) -> Blob:
         size=size,
         media_type=str(descriptor.get("mediaType", "")),
     )
+
+
+def _read_bounded(answer: Any) -> None:
+    """Read an answer here, as far as a document may be large: whoever asks for its content finds it read."""
+    import requests
+
+    found = b""
+    for chunk in answer.iter_content(_CHUNK):
+        found += chunk
+        if len(found) > MAX_DOCUMENT_BYTES:
+            answer.close()
+            raise requests.RequestException(f"an answer of more than {MAX_DOCUMENT_BYTES} bytes")
+    answer._content = found  # iter_content has marked it as consumed
 
 
 def _at_most(chunks: Iterator[bytes], most: int, registry: Registry) -> Iterator[bytes]:
