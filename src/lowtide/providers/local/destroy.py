@@ -203,10 +203,18 @@ def _kill_and_wait(marks: Sequence[ProcessMark | None], sandbox_id: str) -> None
 
 def _send_kill(*marks: ProcessMark | None) -> list[int]:
     """SIGKILL to those that live; descriptors that become readable when they have ended."""
-    fds = [fd for mark in marks if mark is not None and (fd := mark.open()) is not None]
-    for fd in fds:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(fd, signal.SIGKILL)
+    fds: list[int] = []
+    try:
+        for mark in marks:
+            if mark is not None and (fd := mark.open()) is not None:
+                fds.append(fd)
+        for fd in fds:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
     return fds
 
 

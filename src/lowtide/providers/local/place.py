@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lowtide.errors import SandboxUnavailableError
 from lowtide.providers.base import SandboxInfo, SandboxState
 
 _EXITING = 0x4  # PF_EXITING: it runs no code of its own any more
@@ -39,13 +40,22 @@ class ProcessMark:
         return start_time(self.pid) == self.start_time
 
     def open(self) -> int | None:
-        """A descriptor of exactly this process, or None when it is gone."""
+        """A descriptor of exactly this process, or None when it is gone.
+
+        SandboxUnavailableError where that cannot be told: what could not be looked at is not dead.
+        """
         try:
             fd = os.pidfd_open(self.pid)
-        except OSError:
+        except ProcessLookupError:
             return None
-        if start_time(self.pid) == self.start_time:
-            return fd
+        except OSError as error:
+            raise _cannot_look(error) from error
+        try:
+            if start_time(self.pid) == self.start_time:
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
         os.close(fd)
         return None
 
@@ -75,8 +85,10 @@ class Place:
         """The outer and the inner bwrap, as far as they are known."""
         try:
             fd = os.open(f"{self.path}/pid", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return None, None
+        except OSError as error:
+            raise _cannot_look(error) from error
         try:
             text = os.read(fd, 256).decode("ascii", "replace")
         finally:
@@ -201,23 +213,33 @@ def start_time(pid: int) -> int | None:
 
 
 def _stat(pid: int) -> list[bytes] | None:
-    """The fields of its stat file after the name, for a process that lives."""
+    """The fields of its stat file after the name, for a process that lives.
+
+    Only "no such process" is None: short of descriptors, say, every process would look dead, and its
+    sandbox would lose its directory and run on.
+    """
     try:
         fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+        try:
+            fields = os.read(fd, 4096).rpartition(b")")[2].split()
+        finally:
+            os.close(fd)
+    except (FileNotFoundError, ProcessLookupError):
         return None
-    try:
-        fields = os.read(fd, 4096).rpartition(b")")[2].split()
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
+    except OSError as error:
+        raise _cannot_look(error) from error
     if not fields:
         return None
     # With its first thread gone a process is shown as a zombie while its other threads run on.
     if (fields[0] in (b"Z", b"X") or int(fields[6]) & _EXITING) and int(fields[_THREADS]) <= 1:
         return None
     return fields
+
+
+def _cannot_look(error: OSError) -> SandboxUnavailableError:
+    return SandboxUnavailableError(
+        f"whether its processes live cannot be told now: {error.strerror}", provider="local", retryable=True
+    )
 
 
 @cache

@@ -1,0 +1,61 @@
+"""Ending a local sandbox is confirmed: what could not be looked at is not taken for dead."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Iterator
+
+import pytest
+
+from lowtide import Sandbox
+from lowtide.errors import SandboxUnavailableError
+from lowtide.machine import home
+from lowtide.providers.local import destroy
+from lowtide.providers.local.place import Place
+
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """This process can open nothing more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 4096), hard))
+    taken = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_short_of_descriptors_an_end_fails_and_takes_nothing_away() -> None:
+    with Sandbox.run(provider="local") as sandbox:
+        local = home() / "local"
+        place = Place(local / "sandboxes" / str(sandbox.sandbox_id))
+        outer, inner = place.processes()
+        assert outer is not None
+        assert inner is not None
+        with no_descriptor_left(), pytest.raises(SandboxUnavailableError, match="cannot be told now"):
+            destroy.destroy(place, local / "trash", 0.0)
+        assert place.exists()
+        assert inner.alive()
+        assert sandbox.exec(["echo", "still here"]).result(60).stdout == "still here\n"
+    assert not place.exists()
+    assert not inner.alive()
+    assert not outer.alive()
+
+
+def test_short_of_descriptors_no_process_looks_dead() -> None:
+    with Sandbox.run(provider="local") as sandbox:
+        place = Place(home() / "local" / "sandboxes" / str(sandbox.sandbox_id))
+        outer, _ = place.processes()
+        assert outer is not None
+        with no_descriptor_left():
+            for look in (outer.alive, outer.open, place.processes):
+                with pytest.raises(SandboxUnavailableError):
+                    look()
