@@ -126,10 +126,10 @@ async def test_a_snapshot_of_what_an_older_version_let_in_is_refused(provider: L
 
 
 async def test_nothing_with_a_nul_byte_reaches_bubblewrap(provider: LocalProvider, tmp_path: Path) -> None:
-    """Below every check of arguments: where the list is joined."""
+    """Below every check of arguments: where bubblewrap is executed. And it is said, and not lost on the way."""
     (tmp_path / "mark").mkdir()
     words = f"/\0--bind\0{tmp_path}/mark\0/mnt"
-    with pytest.raises(LowtideError, match="NUL"):
+    with pytest.raises(LowtideError, match="embedded null byte"):
         await provider.create(spec(working_dir=words))
 
 

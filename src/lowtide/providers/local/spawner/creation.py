@@ -137,12 +137,13 @@ def wait_for_work(own: socket.socket, namespace: int) -> None:
     if work is None:
         return
     message, (stderr, info, ready) = work
+    os.dup2(stderr, 2)  # as bwrap has it: what fails after the descriptors have moved is said there, too
     try:
         if namespace < 0:
             raise OSError(errno.EPERM, "No permissions to create a new user namespace")
         become_bwrap(message, stderr, info, namespace, ready)
     except BaseException as error:
-        complain(stderr, error)
+        complain(2, error)
 
 
 def become_bwrap(message: Message, stderr: int, info: int, namespace: int, ready: int) -> None:
