@@ -240,6 +240,11 @@ def test_whoever_fills_the_disk_is_ended_and_makes_room(tmp_path: Path, kind: st
     scenario = [sys.executable, "-c", ON_A_SMALL_DISK, FILL, kind, f"{disk}/home"]
     done = subprocess.run(
         ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", *scenario],
+        env={
+            **os.environ,
+            "LOWTIDE_LOCAL_FREE_BYTES": str(51 << 20),
+            "LOWTIDE_LOCAL_FREE_INODES": "1000",
+        },
         capture_output=True,
         text=True,
         timeout=240,

@@ -27,8 +27,6 @@ VARIABLES = {
 _MEMORY_SHARE = 0.75
 _PIDS_SHARE = 0.5
 _CPU_WEIGHT = 50
-_FREE_BYTES_SHARE, _MOST_FREE_BYTES = 0.1, 4 << 30
-_FREE_INODES_SHARE = 0.05
 _MOST = {"cpu_weight": 10_000}
 
 
@@ -42,7 +40,8 @@ class Bound:
     """In hundredths of what one of this machine's own processes has, on each processor that both want."""
     free_bytes: int | None
     free_inodes: int | None
-    """What they leave free on the disk of lowtide's home: below it, the one that holds the most is ended."""
+    """What they leave free on the disk of lowtide's home, where that is asked for: below it, the one that holds the
+    most is ended."""
     sources: Mapping[str, str]
     """Where each came from: `argument`, a variable's name, a file's path, or `default`."""
 
@@ -51,13 +50,13 @@ class Bound:
         cls, environ: Mapping[str, str], home: Path, options: Mapping[str, Any] | None = None
     ) -> Bound:
         """`home` is lowtide's, which has the configuration file."""
-        free_bytes, free_inodes = _free(home)
         usual: dict[str, int | None] = {
             "memory_bytes": int(_memory() * _MEMORY_SHARE),
             "pids": int(_most_processes() * _PIDS_SHARE),
             "cpu_weight": _CPU_WEIGHT,
-            "free_bytes": free_bytes,
-            "free_inodes": free_inodes,
+            # None: nobody's sandbox is ended because a disk is full, unless somebody has asked for that.
+            "free_bytes": None,
+            "free_inodes": None,
         }
         path = config_file.path(home)
         table = config_file.read(path).get("local", {})
@@ -93,14 +92,6 @@ def _number(value: Any, key: str, source: str) -> int | None:
 
 def _memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _free(home: Path) -> tuple[int, int | None]:
-    """None: a filesystem that has no fixed number of inodes and runs out of bytes first."""
-    there = next(path for path in (home, *home.parents) if path.exists())
-    disk = os.statvfs(there)
-    size = min(int(disk.f_blocks * disk.f_frsize * _FREE_BYTES_SHARE), _MOST_FREE_BYTES)
-    return max(size, 1), int(disk.f_files * _FREE_INODES_SHARE) or None
 
 
 def _most_processes() -> int:

@@ -148,6 +148,7 @@ def wait_for_work(own: socket.socket, namespace: int) -> None:
 
 def become_bwrap(message: Message, stderr: int, info: int, namespace: int, ready: int) -> None:
     place = message["dir"]
+    argv = encoded(["bwrap", "--args", str(ARGS), "--", f"/proc/self/fd/{SELF}", *message["command"]])
     put(f"{place}/pid", identity(os.getpid()) + b"\n", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     for procs in message["cgroups"]:
         put(procs, b"0")
@@ -187,19 +188,22 @@ def become_bwrap(message: Message, stderr: int, info: int, namespace: int, ready
         os.setresgid(config.base, config.base, config.base)
         os.setresuid(config.base, config.base, config.base)
     os.chdir("/")
-    argv = ["bwrap", "--args", str(ARGS), "--", f"/proc/self/fd/{SELF}", *message["command"]]
     # For whoever attaches later: bwrap clears these and sets the real ones. The names are others, so that none of
     # them means something to bwrap's own loader.
     kept = {KEPT + os.fsencode(name): os.fsencode(value) for name, value in message["environment"].items()}
-    os.execve(message["bwrap"], [os.fsencode(a) for a in argv], kept)  # noqa: S606
+    os.execve(message["bwrap"], argv, kept)  # noqa: S606
 
 
 def joined(arguments: list[str]) -> bytes:
     """For bwrap, which takes them apart at each NUL: one inside a word would make two arguments of it."""
+    return b"".join(word + b"\0" for word in encoded(arguments))
+
+
+def encoded(arguments: list[str]) -> list[bytes]:
     words = [os.fsencode(argument) for argument in arguments]
     if any(b"\0" in word for word in words):
         raise ValueError("an argument for bwrap contains a NUL byte")
-    return b"".join(word + b"\0" for word in words)
+    return words
 
 
 def identity(pid: int) -> bytes:
