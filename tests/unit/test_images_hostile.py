@@ -129,7 +129,7 @@ async def test_nothing_with_a_nul_byte_reaches_bubblewrap(provider: LocalProvide
     """Below every check of arguments: where bubblewrap is executed. And it is said, and not lost on the way."""
     (tmp_path / "mark").mkdir()
     words = f"/\0--bind\0{tmp_path}/mark\0/mnt"
-    with pytest.raises(LowtideError, match="embedded null byte"):
+    with pytest.raises(LowtideError, match="NUL"):
         await provider.create(spec(working_dir=words))
 
 

@@ -67,7 +67,7 @@ def test_a_group_around_all_sandboxes_is_found(run: Path) -> None:
     try:
         for group in groups:
             group.path.mkdir()
-        found = {leak.what for leak in watch.left()}
+        found = {leak.what for leak in watch.left()}  # and nobody who merely looks at it, as kubelet does
         assert found == {str(group.path) for group in groups}
     finally:
         bound_groups.release([str(group.path) for group in groups])

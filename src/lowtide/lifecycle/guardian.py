@@ -90,8 +90,15 @@ class Guardian:
         point("guardian:leaving")
         self.links.close()
         self.watch.close()
-        await self.workers.aclose()
+        await self.workers.aclose(await self._accounts())
         log.info("guardian %d leaves: %s", os.getpid(), self._why_it_leaves())
+
+    async def _accounts(self) -> list[tuple[str, str]]:
+        """All that were ever used here: an owner may be killed before it has told of itself."""
+        try:
+            return await self.ledger.accounts()
+        except LowtideError:
+            return []
 
     def _pause(self) -> float:
         if self.terminated_at is not None:

@@ -66,7 +66,11 @@ class GuardianLink:
             if not known:
                 self._tell([key])
             return
-        if self._linking is None and asyncio.get_running_loop().time() >= self._again_at:
+        if self._linking is not None:
+            # It may have come up since the last look: what it is not told now it could not end after a kill.
+            if self._try_to_connect():
+                self._linking.cancel()
+        elif asyncio.get_running_loop().time() >= self._again_at:
             self._come_up()
 
     def forget(self) -> None:

@@ -102,6 +102,10 @@ class Ledger(Protocol):
         """Who still owns something that has to be ended, on whichever machine."""
         ...
 
+    async def accounts(self) -> list[tuple[str, str]]:
+        """Every provider and account that a row is for, settled ones too."""
+        ...
+
     async def history(self, lease_id: str) -> list[HistoryLine]: ...
 
     async def restore(self, leases: Iterable[Lease]) -> None:
@@ -357,6 +361,11 @@ class SqliteLedger:
         query = f"SELECT DISTINCT {lease_rows.OWNER_COLUMNS} FROM lease WHERE {where}"
         rows = await self._retry("read", lambda: self._db.execute(query, values).fetchall())
         return [lease_rows.to_owner(row) for row in rows]
+
+    async def accounts(self) -> list[tuple[str, str]]:
+        query = "SELECT DISTINCT provider, account FROM lease"
+        rows = await self._retry("read", lambda: self._db.execute(query).fetchall())
+        return [(provider, account) for provider, account in rows]
 
     async def history(self, lease_id: str) -> list[HistoryLine]:
         query = "SELECT at, before, after, pid, why FROM history WHERE lease_id=? ORDER BY rowid"

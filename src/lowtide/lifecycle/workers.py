@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -135,10 +135,11 @@ class Workers:
         if answer.get("error"):
             raise LowtideError(str(answer["error"]), provider=lease.provider, sandbox_id=lease.sandbox_id)
 
-    async def aclose(self) -> None:
+    async def aclose(self, accounts: Iterable[tuple[str, str]] = ()) -> None:
+        """`accounts`: besides those that owners told of, all whose providers may have something to tidy up."""
         for worker in self._workers.values():
             await worker.aclose()
-        for key in self._known.keys() - self._light.keys():
+        for key in (self._known.keys() | set(accounts)) - self._light.keys():
             # One that had nothing to end here: its owners may have left more than sandboxes (rooms of `local`),
             # which closing it tidies up.
             with contextlib.suppress(LowtideError):

@@ -115,17 +115,31 @@ def _not_held(group: Shared, error: OSError) -> dict[str, str]:
 
 
 def release(paths: Sequence[str], patience_seconds: float = 0.0) -> None:
-    """Remove it where nothing is in it any more, and nothing else: whoever is the last one finds it empty."""
-    deadline = time.monotonic() + patience_seconds
+    """Remove it where nothing is in it any more, and nothing else: whoever is the last one finds it empty.
+
+    With patience, for as long as what is in it gets less: that is on its way out, and nobody comes after it.
+    """
+    members, since = _members(paths), time.monotonic()
     while True:
         for path in paths:
             with contextlib.suppress(OSError):
                 os.rmdir(f"{path}/{_INNER}")
             with contextlib.suppress(OSError):
                 os.rmdir(path)
-        if time.monotonic() >= deadline or not any(map(os.path.exists, paths)):
+        now = _members(paths)
+        if now != members:
+            members, since = now, time.monotonic()
+        if time.monotonic() - since >= patience_seconds or not any(map(os.path.exists, paths)):
             return
         time.sleep(0.01)
+
+
+def _members(paths: Sequence[str]) -> list[str]:
+    found = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            found += Path(path, _INNER, "cgroup.procs").read_text().split()
+    return found
 
 
 def left_over(home: Path) -> list[str]:
