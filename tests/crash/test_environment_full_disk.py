@@ -158,9 +158,9 @@ def test_a_kill_with_a_full_disk_leaves_nothing(world: World, disk: Disk) -> Non
     world.guardian()
     disk.fill()
     actor.kill()
-    started, stalls = time.monotonic(), Stalls()
+    started, stalls = time.monotonic(), Stalls(world.home)
     while world.existing():
-        assert time.monotonic() - started < world.bound + stalls.seconds, (
+        assert time.monotonic() - started < world.bound + stalls.seconds(), (
             f"leaked after a kill: {world.log()}"
         )
         stalls.sleep(0.03)

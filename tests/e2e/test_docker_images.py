@@ -55,7 +55,7 @@ async def test_an_image_without_a_shell_runs_commands_and_keeps_files(boxes: Box
         await boxes.provider.remove(box, "/data", recursive=True)
 
         # `init` of a process that is not PID 1 sleeps: the only thing here that runs for long
-        handle = await boxes.provider.start_process(box, ProcessSpec(argv=("/only", "init", "1000")))
+        handle = await boxes.provider.start_process(box, ProcessSpec(argv=("/only", "init", "1000", "0")))
         await asyncio.sleep(0.3)
         await handle.terminate(0.0)
         assert await handle.wait() == 137

@@ -144,14 +144,14 @@ for path in ("/oldroot", "/newroot", "/proc/1/root/oldroot", "/.oldroot", "/mnt/
 
 def _root_filesystem(target: Target) -> Path:
     """A directory that can be a sandbox's root: one static program."""
-    from lowtide.providers.docker import inside
+    from lowtide.providers.inside.program import program
 
     tree = Path(tempfile.mkdtemp(dir=target.directory()))
     tree.chmod(0o755)
     tree.parent.chmod(0o755)
     for name in ("proc", "dev", "bin", "tmp", "etc"):
         (tree / name).mkdir()
-    (tree / "bin/true").write_bytes(inside.program(os.uname().machine))
+    (tree / "bin/true").write_bytes(program(os.uname().machine))
     (tree / "bin/true").chmod(0o755)
     return tree
 
