@@ -87,9 +87,7 @@ async def test_an_engine_that_is_restarted_under_us(own_engine: OwnEngine) -> No
         handle = await boxes.provider.start_process(box, ProcessSpec(argv=("/only", "init", "1000", "0")))
         own_engine.stop()
         with pytest.raises(SandboxError) as caught:
-            await asyncio.wait_for(
-                handle.wait(), 150
-            )  # a broken channel is reopened for 100 s (docs/inside.md)
+            await asyncio.wait_for(handle.wait(), 60)
         assert type(caught.value).__name__ in ("SandboxGone", "SandboxUnavailableError")
         with pytest.raises(SandboxError):
             await boxes.run(box, "/only")
