@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import tempfile
 
 from benchmarks.measure import Comparison, Skipped, interleave, timed
 from lowtide import Sandbox
@@ -64,8 +65,13 @@ class _Peer:
         python = os.environ.get(variable)
         if not python:
             raise Skipped(f"{variable} is not set: the python of an environment with {what}")
+        self._directory = tempfile.TemporaryDirectory(prefix="lowtide-peer-")  # peers write where they stand
         self._process = subprocess.Popen(
-            [python, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [python, "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=self._directory.name,
         )
         self._answer("ready")
 
@@ -79,6 +85,7 @@ class _Peer:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(60)
+        self._directory.cleanup()
 
     def _answer(self, wanted: str | None = None) -> str:
         assert self._process.stdout is not None
