@@ -23,7 +23,7 @@ from lowtide.errors import (
 from lowtide.providers.base import STDOUT, Capability, CodeResult, ProcessHandle, ProcessSpec
 
 if TYPE_CHECKING:
-    from lowtide.lifeline import Lifeline
+    from lowtide.held_sandbox import Lifeline
 
 _PYTHON = ("python", "py")
 _SAID_BYTES = 2000

@@ -21,7 +21,7 @@ from lowtide.errors import (
     SandboxFileNotFoundError,
     SandboxIsADirectoryError,
 )
-from lowtide.lifeline import Lifeline
+from lowtide.held_sandbox import Lifeline
 from lowtide.operation import Operation
 from lowtide.providers import derived
 from lowtide.providers.base import DirectFiles, FileEntry, FileKind, Provider

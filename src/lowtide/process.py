@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lowtide.command import GRACE_SECONDS, MAX_OUTPUT_BYTES, Command, Place
-from lowtide.command import ProcessResult as ProcessResult
 from lowtide.errors import SandboxExecutionError
 from lowtide.operation import Operation
+from lowtide.process_driver import GRACE_SECONDS, MAX_OUTPUT_BYTES, Command, Place
+from lowtide.process_driver import ProcessResult as ProcessResult
 from lowtide.stream import StreamReader, StreamWriter
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Awaitable, Coroutine, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from lowtide import leaving, validate
+from lowtide import block_exit, validate
 from lowtide.defaults import SandboxDefaults, SandboxOptions, resolve
 from lowtide.operation import Audience, Operation
 from lowtide.sandbox_files import SandboxFiles
@@ -58,7 +58,7 @@ class Sandbox(SandboxFiles):
         lease: Lease | None = None,
     ) -> None:
         from lowtide import capabilities
-        from lowtide.lifeline import Lifeline
+        from lowtide.held_sandbox import Lifeline
 
         if info is None:
             capabilities.check(settings)
@@ -114,18 +114,18 @@ class Sandbox(SandboxFiles):
         Without `provider`: the default one and those that the ledger has open leases with. Those that
         have ended are left out unless `show_terminated` or a terminal `status` asks for them.
         """
-        from lowtide import finding
+        from lowtide import lookup
 
-        wanted = finding.query(tags=tags, provider=provider, status=status, show_terminated=show_terminated)
-        return Operation.start(finding.find_all(wanted, cls._attached))
+        wanted = lookup.query(tags=tags, provider=provider, status=status, show_terminated=show_terminated)
+        return Operation.start(lookup.find_all(wanted, cls._attached))
 
     @classmethod
     def from_id(cls, sandbox_id: str, *, provider: str | Provider | None = None) -> Operation[Self]:
         """A handle to the sandbox with that id. SandboxNotFoundError when there is none."""
-        from lowtide import finding
+        from lowtide import lookup
 
         validate.text("sandbox_id", sandbox_id)
-        return Operation.start(finding.find_one(sandbox_id, finding.chosen(provider), cls._attached))
+        return Operation.start(lookup.find_one(sandbox_id, lookup.chosen(provider), cls._attached))
 
     @classmethod
     def delete(
@@ -135,10 +135,10 @@ class Sandbox(SandboxFiles):
 
         SandboxNotFoundError when there is none, unless `missing_ok`.
         """
-        from lowtide import finding
+        from lowtide import lookup
 
         validate.text("sandbox_id", sandbox_id)
-        return Operation.start(finding.delete(sandbox_id, finding.chosen(provider), missing_ok))
+        return Operation.start(lookup.delete(sandbox_id, lookup.chosen(provider), missing_ok))
 
     @classmethod
     def session(cls, defaults: SandboxDefaults | Mapping[str, Any] | None = None, **options: Any) -> Session:
@@ -172,7 +172,7 @@ class Sandbox(SandboxFiles):
     @property
     def status(self) -> SandboxState | None:
         """What was last heard; None for an unstarted handle. `get_status` asks."""
-        from lowtide.lifeline import ENDED
+        from lowtide.held_sandbox import ENDED
         from lowtide.providers.base import SandboxState
 
         report, info = self._life.report, self._life.info
@@ -249,10 +249,10 @@ class Sandbox(SandboxFiles):
 
         SandboxGone when it was ended from outside, unless `raise_on_termination` is false.
         """
-        from lowtide import finding
+        from lowtide import lookup
 
         self._life.connect()
-        complete = finding.until_complete(self._life, timeout, raise_on_termination)
+        complete = lookup.until_complete(self._life, timeout, raise_on_termination)
         return Operation.start(_then(complete, self))
 
     def stop(
@@ -278,7 +278,7 @@ class Sandbox(SandboxFiles):
         )
 
     async def _end(self, **how: Any) -> EndReport:
-        return leaving.ended(await self._life.end(**how))
+        return block_exit.ended(await self._life.end(**how))
 
     # Running.
 
@@ -430,7 +430,7 @@ class Sandbox(SandboxFiles):
     ) -> None:
         if self._life.inherited:
             return  # a forked child leaves its parent's block; the sandbox is the parent's
-        leaving.leave(Operation.start(self._end(failed=leaving.is_failure(error))), error)
+        block_exit.leave(Operation.start(self._end(failed=block_exit.is_failure(error))), error)
 
     async def __aenter__(self) -> Self:
         try:
@@ -448,7 +448,7 @@ class Sandbox(SandboxFiles):
     ) -> None:
         if self._life.inherited:
             return
-        await leaving.leave_async(Operation.start(self._end(failed=leaving.is_failure(error))), error)
+        await block_exit.leave_async(Operation.start(self._end(failed=block_exit.is_failure(error))), error)
 
     def __await__(self) -> Generator[Any, None, Self]:
         """Wait until commands can run. Cancelling that before they can ends the sandbox."""

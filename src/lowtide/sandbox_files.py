@@ -11,7 +11,7 @@ from lowtide.operation import Operation
 
 if TYPE_CHECKING:
     from lowtide.files import Transfer
-    from lowtide.lifeline import Lifeline
+    from lowtide.held_sandbox import Lifeline
     from lowtide.providers.base import FileEntry, Provider
     from lowtide.stream import StreamReader
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from lowtide import leaving
+from lowtide import block_exit
 from lowtide.defaults import SandboxDefaults, SandboxOptions, explicit, resolve
 from lowtide.errors import (
     CleanupError,
@@ -158,7 +158,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        leaving.leave(self._begin_close(failed=leaving.is_failure(error)), error)
+        block_exit.leave(self._begin_close(failed=block_exit.is_failure(error)), error)
 
     async def __aenter__(self) -> Self:
         self._check_open()
@@ -167,7 +167,7 @@ class Session:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await leaving.leave_async(self._begin_close(failed=leaving.is_failure(error)), error)
+        await block_exit.leave_async(self._begin_close(failed=block_exit.is_failure(error)), error)
 
     def __repr__(self) -> str:
         return f"<Session {self.session_id} {'closed' if self._closed else 'open'} sandboxes={self.sandbox_count}>"

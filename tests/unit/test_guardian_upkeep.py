@@ -19,11 +19,11 @@ import pytest
 from lowtide.lifecycle import clock, guardian_process, owner_watch
 from lowtide.lifecycle.clock import Instant
 from lowtide.lifecycle.guardian import Guardian
+from lowtide.lifecycle.guardian_workers import Credentials, NoCredentials
 from lowtide.lifecycle.lease import Lease, LeaseState, new_lease_id
 from lowtide.lifecycle.owner import Owner
 from lowtide.lifecycle.owner_watch import OwnerWatch
 from lowtide.lifecycle.sweep import Action, sweep
-from lowtide.lifecycle.workers import Credentials, NoCredentials
 from lowtide.providers.base import Labels, SandboxSpec
 from lowtide.testing.faulty import FaultyProvider, FaultyService
 

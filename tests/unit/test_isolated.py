@@ -16,7 +16,7 @@ from lowtide.lifecycle.guardian_link import launch as launch_guardian
 
 HELPERS = [
     "lowtide.lifecycle.guardian_process",
-    "lowtide.lifecycle.workers",
+    "lowtide.lifecycle.guardian_workers",
     "lowtide.emulators.__main__",
     "lowtide.emulators.reaper",
     "lowtide.emulators.state",
@@ -101,7 +101,7 @@ WORKER = """
 import os, subprocess
 from lowtide import isolated
 from lowtide.machine import home
-command = isolated.command("lowtide.lifecycle.workers", str(home()), "e2b", "nobody")
+command = isolated.command("lowtide.lifecycle.guardian_workers", str(home()), "e2b", "nobody")
 done = subprocess.run(command, input=b'{"renew": "none", "number": 1}\\n', capture_output=True, timeout=120)
 assert b'"number": 1' in done.stdout, done
 """

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lowtide.lifecycle.lease import Lease
-from lowtide.lifecycle.lifetime import with_lifetime
 from lowtide.lifecycle.owner import Owner
+from lowtide.lifecycle.provider_lifetime import with_lifetime
 from lowtide.providers import registry
 from lowtide.providers.base import Capability, SandboxSpec
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from lowtide.errors import SandboxGone, SandboxOwnedError
 from lowtide.lifecycle import renew
-from lowtide.lifecycle.ending import is_dead
-from lowtide.lifecycle.held import Held
+from lowtide.lifecycle.end import is_dead
+from lowtide.lifecycle.held_lease import Held
 from lowtide.lifecycle.lease import Lease, LeaseState
-from lowtide.lifecycle.lifetime import lease_seconds
+from lowtide.lifecycle.provider_lifetime import lease_seconds
 from lowtide.providers.base import Labels, Provider, SandboxInfo
 
 if TYPE_CHECKING:

@@ -19,18 +19,18 @@ from typing import Any
 
 from lowtide.errors import AuthenticationError, LowtideError
 from lowtide.lifecycle import clock, keep
+from lowtide.lifecycle.backoff import Retries
+from lowtide.lifecycle.crash_points import point
 from lowtide.lifecycle.deadlines import Deadlines
-from lowtide.lifecycle.ending import end_for_another
+from lowtide.lifecycle.end import end_for_another
 from lowtide.lifecycle.guardian_socket import Links
+from lowtide.lifecycle.guardian_upkeep import Upkeep
+from lowtide.lifecycle.guardian_workers import Credentials, NoCredentials, Workers
 from lowtide.lifecycle.keep import Decision, Fate
 from lowtide.lifecycle.lease import Lease, LeaseState, Outcome
 from lowtide.lifecycle.ledger import SqliteLedger
 from lowtide.lifecycle.owner import Owner, Standing, Verdict
 from lowtide.lifecycle.owner_watch import OwnerWatch
-from lowtide.lifecycle.points import point
-from lowtide.lifecycle.retries import Retries
-from lowtide.lifecycle.upkeep import Upkeep
-from lowtide.lifecycle.workers import Credentials, NoCredentials, Workers
 from lowtide.machine import machine_id
 
 log = logging.getLogger("lowtide.guardian")

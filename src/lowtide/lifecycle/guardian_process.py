@@ -14,9 +14,9 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from lowtide.errors import LowtideError
+from lowtide.lifecycle.crash_points import point
 from lowtide.lifecycle.guardian import Guardian
 from lowtide.lifecycle.guardian_link import LOG, lock_name
-from lowtide.lifecycle.points import point
 
 log = logging.getLogger("lowtide.guardian")
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.lifecycle.guardian_link import MESSAGE_BYTES, DirectoryAddress, peer_uid, socket_name
+from lowtide.lifecycle.guardian_workers import Credentials
 from lowtide.lifecycle.owner import Owner
-from lowtide.lifecycle.workers import Credentials
 
 log = logging.getLogger("lowtide.guardian")
 

@@ -26,11 +26,12 @@ from lowtide.errors import (
     SandboxNotFoundError,
     SandboxUnavailableError,
 )
-from lowtide.lifecycle import adopt, keep, renew, retry, signals
+from lowtide.lifecycle import adopt, keep, renew, retry_ends, signals
 from lowtide.lifecycle.clock import Instant
-from lowtide.lifecycle.ending import Claim, end_lease, end_without_row, extend, let_be, may_claim
+from lowtide.lifecycle.crash_points import point
+from lowtide.lifecycle.end import Claim, end_lease, end_without_row, extend, let_be, may_claim
 from lowtide.lifecycle.guardian_link import GuardianLink
-from lowtide.lifecycle.held import Held
+from lowtide.lifecycle.held_lease import Held
 from lowtide.lifecycle.keep import Decision, Fate
 from lowtide.lifecycle.lease import (
     EndReport,
@@ -41,9 +42,8 @@ from lowtide.lifecycle.lease import (
     new_lease_id,
 )
 from lowtide.lifecycle.ledger import OPEN_STATES, Ledger, SqliteLedger
-from lowtide.lifecycle.lifetime import with_lifetime
 from lowtide.lifecycle.owner import Owner
-from lowtide.lifecycle.points import point
+from lowtide.lifecycle.provider_lifetime import with_lifetime
 from lowtide.machine import home
 from lowtide.providers.base import Provider, SandboxInfo, SandboxSpec
 
@@ -295,7 +295,7 @@ class Lifecycle:
         if held.over:
             self.held.pop(held.lease.lease_id, None)
         elif mine:
-            self._in_background(retry.until_over(self, held, decision))
+            self._in_background(retry_ends.until_over(self, held, decision))
         return report
 
     async def _stop_creating(self, held: Held, creating: asyncio.Task[SandboxInfo], seconds: float) -> None:

@@ -7,8 +7,8 @@ import logging
 from typing import TYPE_CHECKING
 
 from lowtide.errors import LowtideError
-from lowtide.lifecycle.ending import renew_lease
-from lowtide.lifecycle.held import Held
+from lowtide.lifecycle.end import renew_lease
+from lowtide.lifecycle.held_lease import Held
 from lowtide.lifecycle.lease import LEASE_SECONDS, Lease, LeaseState
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from types import FrameType
 from typing import Any, Protocol
 
 from lowtide.engine import engine, started
+from lowtide.lifecycle.crash_points import point
 from lowtide.lifecycle.lease import EndReport, Outcome
-from lowtide.lifecycle.points import point
 
 log = logging.getLogger("lowtide.lifecycle")
 

@@ -16,13 +16,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from lowtide.errors import LedgerError, LowtideError
-from lowtide.lifecycle import keep, witness
-from lowtide.lifecycle.ending import another_account, end_lease, is_shown
+from lowtide.lifecycle import ask_provider, keep
+from lowtide.lifecycle.ask_provider import Testimony
+from lowtide.lifecycle.end import another_account, end_lease, is_shown
 from lowtide.lifecycle.keep import Decision, Fate
 from lowtide.lifecycle.lease import Lease, LeaseState, Outcome
 from lowtide.lifecycle.ledger import OPEN_STATES, Ledger
 from lowtide.lifecycle.owner import Standing
-from lowtide.lifecycle.witness import Testimony
 from lowtide.providers.base import LABEL_PREFIX, Labels, Provider, SandboxInfo
 
 log = logging.getLogger("lowtide.sweep")
@@ -140,7 +140,7 @@ class _Sweep:
         """An owner that cannot be seen from here: only the provider can tell, and only that it is over."""
         if provider.account != lease.account:  # that it does not show there proves nothing
             return _finding(Action.LEFT, lease, f"{why}; it was made with another key than the one at hand")
-        sighting = await witness.ask(provider, lease)
+        sighting = await ask_provider.ask(provider, lease)
         if sighting.testimony is Testimony.NOT_THERE:
             gone = "it is not there any more"
             if self.dry_run:

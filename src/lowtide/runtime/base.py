@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
-from lowtide import leaving, validate
+from lowtide import block_exit, validate
 from lowtide.actionserver.models import (
     DEFAULT_SESSION,
     Action,
@@ -191,8 +191,8 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._born == generation():
-            ending = self._close(failed=leaving.is_failure(error), rm_all_containers=None)
-            leaving.leave(Operation.start(ending), error)
+            ending = self._close(failed=block_exit.is_failure(error), rm_all_containers=None)
+            block_exit.leave(Operation.start(ending), error)
 
     async def __aenter__(self) -> Self:
         try:
@@ -207,8 +207,8 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._born == generation():
-            ending = self._close(failed=leaving.is_failure(error), rm_all_containers=None)
-            await leaving.leave_async(Operation.start(ending), error)
+            ending = self._close(failed=block_exit.is_failure(error), rm_all_containers=None)
+            await block_exit.leave_async(Operation.start(ending), error)
 
     # What it is.
 

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from lowtide import validate
-from lowtide.command import in_background
 from lowtide.defaults import SandboxDefaults
 from lowtide.errors import (
     LowtideError,
@@ -19,6 +18,7 @@ from lowtide.errors import (
 )
 from lowtide.lifecycle.lease import EndReport, Keep, Lease, LeaseState, Outcome
 from lowtide.operation import generation
+from lowtide.process_driver import in_background
 from lowtide.providers import registry
 from lowtide.providers.base import Provider, SandboxInfo, SandboxSpec, SandboxState
 
@@ -173,7 +173,7 @@ class Lifeline:
 
         What another process owns is left: the report says whose it is.
         """
-        from lowtide.lifecycle.ending import Claim
+        from lowtide.lifecycle.end import Claim
         from lowtide.lifecycle.leases import lifecycle
 
         if self.inherited:

@@ -27,12 +27,12 @@ from lowtide.errors import (
     SandboxGone,
     SandboxNotFoundError,
 )
-from lowtide.lifecycle import witness
-from lowtide.lifecycle.ending import end_for_another, renew_lease
+from lowtide.lifecycle import ask_provider
+from lowtide.lifecycle.ask_provider import Sighting, Testimony
+from lowtide.lifecycle.end import end_for_another, renew_lease
 from lowtide.lifecycle.keep import Decision, Fate
 from lowtide.lifecycle.lease import Lease, LeaseState, Outcome
 from lowtide.lifecycle.ledger import SqliteLedger
-from lowtide.lifecycle.witness import Sighting, Testimony
 from lowtide.providers import registry
 from lowtide.providers.base import Provider
 
@@ -208,7 +208,7 @@ class _Worker:
         async with self._starting:
             if self._process is None:
                 self._process = await asyncio.create_subprocess_exec(
-                    *isolated.command("lowtide.lifecycle.workers", *self._arguments),
+                    *isolated.command("lowtide.lifecycle.guardian_workers", *self._arguments),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.DEVNULL,
@@ -301,7 +301,7 @@ async def _do(
         return {"refused": refusal}
     if "look" in job:
         try:
-            sighting = await witness.ask(provider, lease)
+            sighting = await ask_provider.ask(provider, lease)
         except LowtideError as error:
             return {"error": str(error)}
         return {"testimony": sighting.testimony, "expires_at": sighting.expires_at}

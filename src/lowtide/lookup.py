@@ -17,8 +17,8 @@ from lowtide.errors import (
     SandboxTimeoutError,
     ValidationError,
 )
+from lowtide.held_sandbox import Lifeline
 from lowtide.lifecycle.lease import Lease, LeaseState
-from lowtide.lifeline import Lifeline
 from lowtide.providers import registry
 from lowtide.providers.base import LABEL_PREFIX, Labels, Provider, SandboxInfo, SandboxState
 

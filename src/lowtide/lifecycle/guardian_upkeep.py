@@ -8,13 +8,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from lowtide.errors import SandboxGone, SandboxNotFoundError
-from lowtide.lifecycle import clock, witness
-from lowtide.lifecycle.ending import renew_lease
+from lowtide.lifecycle import ask_provider, clock
+from lowtide.lifecycle.ask_provider import Sighting, Testimony
+from lowtide.lifecycle.backoff import Retries
+from lowtide.lifecycle.end import renew_lease
+from lowtide.lifecycle.guardian_workers import Workers
 from lowtide.lifecycle.lease import LEASE_SECONDS, Lease, LeaseState
 from lowtide.lifecycle.ledger import SqliteLedger
-from lowtide.lifecycle.retries import Retries
-from lowtide.lifecycle.witness import Sighting, Testimony
-from lowtide.lifecycle.workers import Workers
 
 log = logging.getLogger("lowtide.guardian")
 
@@ -138,7 +138,9 @@ class Upkeep:
 
     async def _ask(self, lease: Lease) -> Sighting:
         provider = self._workers.light(lease)
-        return await (witness.ask(provider, lease) if provider is not None else self._workers.look(lease))
+        return await (
+            ask_provider.ask(provider, lease) if provider is not None else self._workers.look(lease)
+        )
 
     # The ledger, over weeks.
 

@@ -28,12 +28,12 @@ from lowtide.errors import (
 )
 from lowtide.lifecycle import keep
 from lowtide.lifecycle.clock import Instant
-from lowtide.lifecycle.held import Held
+from lowtide.lifecycle.crash_points import point
+from lowtide.lifecycle.held_lease import Held
 from lowtide.lifecycle.keep import Decision, Fate
 from lowtide.lifecycle.lease import EndReport, Lease, LeaseState, Outcome, renewal_seconds
 from lowtide.lifecycle.ledger import Ledger
 from lowtide.lifecycle.owner import Owner, Standing
-from lowtide.lifecycle.points import point
 from lowtide.providers.base import Labels, Provider, Recovery, Renews, SandboxSpec, Snapshots, Stops
 
 log = logging.getLogger("lowtide.lifecycle")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from lowtide.lifecycle.ending import Claim
-from lowtide.lifecycle.held import Held
+from lowtide.lifecycle.end import Claim
+from lowtide.lifecycle.held_lease import Held
 from lowtide.lifecycle.keep import Decision
 
 if TYPE_CHECKING:
