@@ -41,7 +41,7 @@ def _ours(home: Path, count: int) -> tuple[tuple[float, ...], float]:
                 sandbox.wait()
             after = _own_processes(home)
             tree = processes.children()
-            from lowtide.providers.local.place import Place
+            from lowtide.providers.local.sandbox_directory import Place
 
             samples = []
             for sandbox in sandboxes:

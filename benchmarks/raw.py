@@ -9,8 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lowtide.providers.local import bwrap, layers
-from lowtide.providers.local.workshop import ID_BASE
+from lowtide.providers.local import bwrap, skeleton
+from lowtide.providers.local.prerequisites import ID_BASE
 
 
 class RawBubblewrap:
@@ -21,7 +21,7 @@ class RawBubblewrap:
         self._layers = Path(tempfile.mkdtemp(prefix="raw-", dir=home))
         # The skeleton of lowtide's own sandboxes, so that both look up the same files.
         owner = ID_BASE if os.geteuid() == 0 else None
-        self.skeleton = layers.skeleton(home / "local" / "base", owner).root
+        self.skeleton = skeleton.skeleton(home / "local" / "base", owner).root
         self._count = 0
 
     def argv(self, *command: str) -> list[str]:

@@ -15,7 +15,7 @@ from tests.container_engine import IMAGE, needs_docker
 
 from lowtide import Sandbox, UnsupportedError
 from lowtide.machine import home
-from lowtide.providers.local.place import Place, ProcessMark
+from lowtide.providers.local.sandbox_directory import Place, ProcessMark
 
 ALLOW = ["nobody.invalid", "10.99.98.0/24"]
 BOUND_SECONDS = 15.0

@@ -13,7 +13,7 @@ from lowtide import Sandbox
 from lowtide.errors import SandboxUnavailableError
 from lowtide.machine import home
 from lowtide.providers.local import destroy
-from lowtide.providers.local.place import Place
+from lowtide.providers.local.sandbox_directory import Place
 
 
 @contextlib.contextmanager

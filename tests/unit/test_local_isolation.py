@@ -15,7 +15,7 @@ import pytest
 from lowtide.errors import UnsupportedError
 from lowtide.providers.base import Limits, ProcessSpec, SandboxState
 from lowtide.providers.local import LocalProvider, cgroups, disk
-from lowtide.providers.local.workshop import ID_BASE
+from lowtide.providers.local.prerequisites import ID_BASE
 
 sys.path.insert(0, str(Path(__file__).parent))
 from local_sandbox import run, shell, spec

@@ -29,9 +29,9 @@ from lowtide.errors import (
     ValidationError,
 )
 from lowtide.providers.base import FileKind, Network, NetworkMode, ProcessSpec, SandboxState, TerminalSize
-from lowtide.providers.local import LocalProvider, entering
+from lowtide.providers.local import LocalProvider
 from lowtide.providers.local import destroy as ending
-from lowtide.providers.local.place import start_time
+from lowtide.providers.local.sandbox_directory import start_time
 from lowtide.providers.local.spawner_client import SpawnerClient
 from lowtide.trees.remove import remove_tree
 
@@ -601,7 +601,7 @@ async def test_later_commands_are_what_the_first_one_is(provider: LocalProvider,
 async def test_a_command_keeps_its_signals_when_nothing_else_happens(
     provider: LocalProvider, sandbox: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(entering, "_PORTER_SECONDS", 0.05)
+    monkeypatch.setattr(enter, "_PORTER_SECONDS", 0.05)
     await run(provider, sandbox, "true")
     process = await provider.start_process(sandbox, ProcessSpec(argv=("sleep", "1000")))
     await asyncio.sleep(0.5)

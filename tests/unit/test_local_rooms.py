@@ -17,9 +17,9 @@ import pytest
 
 from lowtide.errors import ValidationError
 from lowtide.providers.base import Limits, Network, NetworkMode, SandboxSpec, SandboxState
-from lowtide.providers.local import LocalProvider, vacant
-from lowtide.providers.local.launch import Launch, Room
-from lowtide.providers.local.place import Place
+from lowtide.providers.local import LocalProvider, rooms_on_disk
+from lowtide.providers.local.create import Launch, Room
+from lowtide.providers.local.sandbox_directory import Place
 
 sys.path.insert(0, str(Path(__file__).parent))
 from local_sandbox import chunks, read, run, shell, spec
@@ -144,13 +144,13 @@ async def test_a_room_somebody_killed_is_not_used(provider: LocalProvider) -> No
 async def test_closing_while_one_is_begun_leaves_nothing(
     provider: LocalProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sweep = vacant.sweep
+    sweep = rooms_on_disk.sweep
 
     def slow(home: Path) -> None:
         time.sleep(0.3)
         sweep(home)
 
-    monkeypatch.setattr(vacant, "sweep", slow)
+    monkeypatch.setattr(rooms_on_disk, "sweep", slow)
     for _ in range(2):
         await provider.destroy((await provider.create(spec())).sandbox_id)
     while provider._rooms._making is None:
@@ -216,7 +216,7 @@ async def test_one_that_is_cleared_away_while_somebody_moves_in_is_made_anew(
 
     def cleared(launch: Launch, place: Place) -> None:
         if place.path == room.place.path:
-            vacant.clear(provider.home, "app:1")
+            rooms_on_disk.clear(provider.home, "app:1")
         write(launch, place)
 
     monkeypatch.setattr(Launch, "_write_record", cleared)

@@ -18,9 +18,9 @@ from lowtide.errors import (
     ValidationError,
 )
 from lowtide.providers.images.store import ImageStore
-from lowtide.providers.local import vacant
-from lowtide.providers.local.foundation import Foundation
-from lowtide.providers.local.place import places
+from lowtide.providers.local import rooms_on_disk
+from lowtide.providers.local.base_layers import Foundation
+from lowtide.providers.local.sandbox_directory import places
 
 _PYTHON = re.compile(r"(?:(?:docker\.io/)?library/|docker\.io/)?python:(\d+\.\d+)(?:[.-][\w.-]*)?$")
 _warned: set[str] = set()
@@ -74,7 +74,7 @@ def _directory(path: str) -> Foundation:
 
 def in_use(home: Path, image: str) -> list[str]:
     """The sandboxes and snapshots that stand on it. Rooms on it are cleared away: nobody lives there yet."""
-    vacant.clear(home, image)
+    rooms_on_disk.clear(home, image)
     users = [
         place.sandbox_id
         for place in places(home / "sandboxes")

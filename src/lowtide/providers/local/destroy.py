@@ -18,8 +18,8 @@ from pathlib import Path
 
 from lowtide.errors import SandboxUnavailableError
 from lowtide.providers.local import bound_groups, cgroups
-from lowtide.providers.local.place import Place, ProcessMark, start_time
-from lowtide.providers.local.waiting import readable
+from lowtide.providers.local.sandbox_directory import Place, ProcessMark, start_time
+from lowtide.providers.local.wait_readable import readable
 from lowtide.trees.remove import remove_tree
 
 _PATIENCE_SECONDS = 20.0

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from lowtide import errors
 from lowtide.providers.base import FileEntry, FileKind
 from lowtide.providers.local.spawner_client import Message, Reply
-from lowtide.providers.local.waiting import readable
+from lowtide.providers.local.wait_readable import readable
 from lowtide.trees.holes import copy_data
 
 _CHUNK = 1 << 20

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from lowtide.providers.local import files
-from lowtide.providers.local.place import Place, ProcessMark
+from lowtide.providers.local.sandbox_directory import Place, ProcessMark
 from lowtide.providers.network import start
 from lowtide.providers.network.names import RESOLVER_FILE
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 
 from lowtide.errors import ResourceExhaustedError, SandboxFailedError, SandboxGone, SandboxUnavailableError
 from lowtide.providers.base import STDERR, STDOUT, TerminalSize
-from lowtide.providers.local.place import ProcessMark
+from lowtide.providers.local.sandbox_directory import ProcessMark
 from lowtide.providers.local.spawner_client import Message, Porter, Reply, SpawnerClient
 
 _CHUNK = 1 << 16

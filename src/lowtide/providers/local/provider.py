@@ -26,16 +26,16 @@ from lowtide.providers.base import (
     nothing_sent,
 )
 from lowtide.providers.images.store import ImageStore
-from lowtide.providers.local import bound_groups, destroy, files, first, pausing, rooms, seccomp, vacant
+from lowtide.providers.local import bound_groups, destroy, files, first, pause, rooms, rooms_on_disk, seccomp
 from lowtide.providers.local.bound import Bound
-from lowtide.providers.local.entering import Entrance, Known
-from lowtide.providers.local.launch import Launch, Room
-from lowtide.providers.local.place import Place, ProcessMark, places, valid_id
+from lowtide.providers.local.create import Launch, Room
+from lowtide.providers.local.enter import Entrance, Known
 from lowtide.providers.local.ports import Forwarder
+from lowtide.providers.local.prerequisites import Workshop
 from lowtide.providers.local.process import gone
+from lowtide.providers.local.sandbox_directory import Place, ProcessMark, places, valid_id
 from lowtide.providers.local.snapshots import SnapshotStore
 from lowtide.providers.local.spawner_client import SpawnerClient
-from lowtide.providers.local.workshop import Workshop
 
 # When the next one is prepared: a while after a create, so that its first command comes first; a moment after an
 # end, so that its caller hears of that first.
@@ -286,11 +286,11 @@ class LocalProvider:
 
     async def pause(self, sandbox_id: str) -> None:
         inner = self._entrance.known(sandbox_id).inner
-        await asyncio.to_thread(self._while_alive, pausing.pause, sandbox_id, inner)
+        await asyncio.to_thread(self._while_alive, pause.pause, sandbox_id, inner)
 
     async def resume(self, sandbox_id: str) -> None:
         inner = self._entrance.known(sandbox_id).inner
-        await asyncio.to_thread(self._while_alive, pausing.resume, sandbox_id, inner)
+        await asyncio.to_thread(self._while_alive, pause.resume, sandbox_id, inner)
 
     def _while_alive(
         self, work: Callable[[Place, ProcessMark], None], sandbox_id: str, inner: ProcessMark
@@ -347,7 +347,7 @@ class LocalProvider:
 
     def _tidy(self) -> None:
         """What killed processes have left of rooms and of sandboxes they were destroying."""
-        vacant.sweep(self.home)
+        rooms_on_disk.sweep(self.home)
         destroy.sweep_trash(self.home / "trash")
         destroy.wait_removed()
         if not any(places(self.home / "sandboxes")):

@@ -2,7 +2,7 @@
 
 A room has no name and no lease. Its first process holds one end of a connection whose other end only this
 process holds, and ends when that is closed: with this process, however it ends, the room goes. What is left
-then is a directory, which the next process of this home, or the guardian, removes (`vacant`).
+then is a directory, which the next process of this home, or the guardian, removes (`rooms_on_disk`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dataclasses import replace
 from lowtide import engine
 from lowtide.errors import LowtideError
 from lowtide.providers.base import Labels
-from lowtide.providers.local import destroy, vacant
-from lowtide.providers.local.entering import porter_message
-from lowtide.providers.local.launch import Launch, Room
-from lowtide.providers.local.place import Place
-from lowtide.providers.local.workshop import Workshop
+from lowtide.providers.local import destroy, rooms_on_disk
+from lowtide.providers.local.create import Launch, Room
+from lowtide.providers.local.enter import porter_message
+from lowtide.providers.local.prerequisites import Workshop
+from lowtide.providers.local.sandbox_directory import Place
 
 _all: weakref.WeakSet[Rooms] = weakref.WeakSet()
 
@@ -83,13 +83,13 @@ class Rooms:
     async def _make(self, like: Launch) -> None:
         shape = like.shape
         assert shape is not None
-        place = Place(vacant.own(self._workshop.home) / os.urandom(8).hex())
+        place = Place(rooms_on_disk.own(self._workshop.home) / os.urandom(8).hex())
         spec = replace(like.spec, labels=Labels(lease_id=place.sandbox_id, ledger_id="", owner=""))
         launch = Launch(self._workshop, like.client, place, spec, like.foundation)
         near, far = socket.socketpair()
         try:
             if not place.path.parent.exists():
-                await asyncio.to_thread(vacant.sweep, self._workshop.home)
+                await asyncio.to_thread(rooms_on_disk.sweep, self._workshop.home)
             # Here and not in the thread, which goes on when this is cancelled.
             for path in (place.path.parent.parent, place.path.parent):
                 path.mkdir(mode=0o711, exist_ok=True)  # passable, as the directory of the sandboxes is
@@ -146,7 +146,7 @@ class Rooms:
             self._discard(room)
         await asyncio.gather(*self._leaving, return_exceptions=True)
         with contextlib.suppress(OSError):
-            os.rmdir(vacant.own(self._workshop.home))
+            os.rmdir(rooms_on_disk.own(self._workshop.home))
 
     def close_at_exit(self) -> None:
         self._last, self._again = None, False  # the loop still runs, and would make the next one

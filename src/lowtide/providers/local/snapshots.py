@@ -13,8 +13,8 @@ from typing import Any
 
 from lowtide import arguments
 from lowtide.errors import SandboxNotFoundError, ValidationError
-from lowtide.providers.local.foundation import Foundation
-from lowtide.providers.local.place import Place, places, valid_id
+from lowtide.providers.local.base_layers import Foundation
+from lowtide.providers.local.sandbox_directory import Place, places, valid_id
 from lowtide.trees.copy import copy_tree
 from lowtide.trees.remove import remove_tree
 

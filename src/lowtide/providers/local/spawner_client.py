@@ -18,7 +18,7 @@ from typing import Any
 
 from lowtide import engine, isolated
 from lowtide.errors import SandboxFailedError, SandboxUnavailableError
-from lowtide.providers.local.waiting import readable
+from lowtide.providers.local.wait_readable import readable
 
 _LONGEST = 60_000  # bytes that surely fit one packet
 Message = dict[str, Any]

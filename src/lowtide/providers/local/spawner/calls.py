@@ -11,7 +11,7 @@ import stat
 import time
 
 from . import trees
-from .opening import SAFE, open_regular
+from .open_file import SAFE, open_regular
 from .restrictions import enter, restrict
 from .wire import Fds, Message, send
 

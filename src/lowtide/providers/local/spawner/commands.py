@@ -12,7 +12,7 @@ import struct
 import termios
 
 from .config import config
-from .ending import wear
+from .end_tree import wear
 from .kernel import CLONE_PARENT, NEWPID, SYS_CLONE, TIOCGPTPEER, TIOCSPTLCK, check, libc
 from .restrictions import default_signals, enter, restrict
 from .wire import Fds, Message, complain, failure, send

@@ -13,14 +13,14 @@ import time
 
 from . import inheritance
 from .calls import call_inside
+from .command_starter import start_porter
 from .commands import start_process, start_process_as_root
 from .config import config
-from .creation import Spare
-from .ending import terminate_tree
+from .create import Spare
+from .end_tree import terminate_tree
+from .free_disk import RoomOnDisk
 from .kernel import SYS_CLOSE_RANGE, libc, put
-from .porter import start_porter
-from .room_on_disk import RoomOnDisk
-from .staging import configure, stage_more
+from .set_up import configure, stage_more
 from .wire import Fds, Message, failure, receive, send
 
 

@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 
-from .opening import open_regular
+from .open_file import open_regular
 from .wire import Fds, Message, send
 
 TYPE_CHECKING = False

@@ -17,7 +17,7 @@ from .config import config
 from .inheritance import JOIN_SESSION_KEYRING
 from .kernel import NEWNS, NEWUSER, SYS_CLOSE_RANGE, SYS_KEYCTL, check, libc, put
 from .restrictions import default_signals, first_limits
-from .staging import stage_as_user, write_maps
+from .set_up import stage_as_user, write_maps
 from .wire import Fds, Message, complain, receive
 
 # The descriptors bwrap and the sandbox's first process find open. The first process knows READY and SELF.

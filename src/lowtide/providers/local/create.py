@@ -16,11 +16,11 @@ from pathlib import Path, PurePath
 from lowtide.errors import SandboxFailedError
 from lowtide.providers.base import Limits, NetworkMode, SandboxInfo, SandboxSpec, SandboxState
 from lowtide.providers.local import bwrap, cgroups, disk
-from lowtide.providers.local.foundation import Foundation
-from lowtide.providers.local.place import Place, ProcessMark, boot_id
+from lowtide.providers.local.base_layers import Foundation
+from lowtide.providers.local.prerequisites import Workshop
+from lowtide.providers.local.sandbox_directory import Place, ProcessMark, boot_id
 from lowtide.providers.local.spawner_client import Message, Porter, SpawnerClient
-from lowtide.providers.local.waiting import readable
-from lowtide.providers.local.workshop import Workshop
+from lowtide.providers.local.wait_readable import readable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

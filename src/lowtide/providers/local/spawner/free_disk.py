@@ -16,7 +16,7 @@ import time
 from . import trees
 from .calls import remove_tree
 from .config import config
-from .creation import identity
+from .create import identity
 from .kernel import NEWUSER, check, libc, put
 
 LOOK_SECONDS = 1.0

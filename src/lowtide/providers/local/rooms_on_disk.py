@@ -9,7 +9,7 @@ from pathlib import Path
 from lowtide import machine
 from lowtide.errors import LowtideError
 from lowtide.providers.local import destroy
-from lowtide.providers.local.place import Place, ProcessMark, places, start_time
+from lowtide.providers.local.sandbox_directory import Place, ProcessMark, places, start_time
 
 
 def own(home: Path) -> Path:

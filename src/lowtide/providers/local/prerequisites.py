@@ -19,12 +19,12 @@ from lowtide.providers.local import (
     container_image,
     destroy,
     first,
-    layers,
     python_trees,
     seccomp,
+    skeleton,
 )
+from lowtide.providers.local.base_layers import Foundation
 from lowtide.providers.local.bound import Bound
-from lowtide.providers.local.foundation import Foundation
 from lowtide.providers.local.snapshots import SnapshotStore
 from lowtide.providers.local.spawner_client import SpawnerClient
 
@@ -48,7 +48,7 @@ class Workshop:
         self.owner = ID_BASE if os.geteuid() == 0 else None
         self.bwrap: bwrap.Bwrap | None = None
         self.client: SpawnerClient | None = None
-        self._skeleton: layers.Skeleton | None = None
+        self._skeleton: skeleton.Skeleton | None = None
         self._masks: python_trees.Masks | None = None
         self._starting = asyncio.Lock()
         self.images = ImageStore(
@@ -113,7 +113,7 @@ class Workshop:
             # Passable for the sandboxes' range of ids; the state directory above is closed to everybody else.
             path.mkdir(mode=0o711, exist_ok=True)
         (self.home / "trash").mkdir(mode=0o700, exist_ok=True)  # an end must need no room on the disk
-        self._skeleton = layers.skeleton(self.home / "base", self.owner)
+        self._skeleton = skeleton.skeleton(self.home / "base", self.owner)
         self._masks = python_trees.Masks(self.home / "base" / "masks", self.owner)
         destroy.sweep_trash(self.home / "trash")
 

@@ -9,7 +9,7 @@ import time
 
 from lowtide.errors import SandboxUnavailableError
 from lowtide.providers.local.destroy import members, state
-from lowtide.providers.local.place import Place, ProcessMark
+from lowtide.providers.local.sandbox_directory import Place, ProcessMark
 
 _PATIENCE_SECONDS = 10.0
 _MOMENT_SECONDS = 0.25

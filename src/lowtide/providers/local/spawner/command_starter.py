@@ -15,7 +15,7 @@ import socket
 import stat
 
 from .commands import candidates
-from .ending import wear
+from .end_tree import wear
 from .kernel import SYS_CLOSE_RANGE, libc
 from .restrictions import enter, restrict
 from .wire import Fds, Message, complain, failure, receive, send

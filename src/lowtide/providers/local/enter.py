@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.providers.base import STDERR, STDOUT, NetworkMode, ProcessSpec
-from lowtide.providers.local.pausing import paused
-from lowtide.providers.local.place import Place, ProcessMark
+from lowtide.providers.local.pause import paused
+from lowtide.providers.local.prerequisites import Workshop
 from lowtide.providers.local.process import LocalProcess, gone
+from lowtide.providers.local.sandbox_directory import Place, ProcessMark
 from lowtide.providers.local.spawner_client import Message, Porter, Reply, SpawnerClient
-from lowtide.providers.local.workshop import Workshop
 
 _MARKER = "LOWTIDE_PROCESS"
 _PORTER_SECONDS = 3.0
