@@ -20,7 +20,7 @@ import pytest
 from lowtide.lifecycle.lease import new_lease_id
 from lowtide.providers.base import Labels, ProcessSpec, SandboxSpec
 from lowtide.providers.docker import DockerProvider
-from lowtide.providers.docker.endpoint import resolve
+from lowtide.providers.docker.access import resolve
 from lowtide.providers.inside.program import program
 
 IMAGE = os.environ.get("LOWTIDE_TEST_IMAGE", "lowtide-test:latest")

@@ -132,7 +132,7 @@ def test_the_proxy_of_a_container_ends_with_it(how: str) -> None:
 
 def test_an_engine_on_another_machine_is_refused_by_name() -> None:
     from lowtide.providers.docker import network
-    from lowtide.providers.docker.endpoint import resolve
+    from lowtide.providers.docker.access import resolve
 
     with pytest.raises(UnsupportedError, match="another machine"):
         network.check(resolve({"DOCKER_HOST": "tcp://engine.example:2375"}))

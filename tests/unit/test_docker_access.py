@@ -17,7 +17,7 @@ import pytest
 
 from lowtide.errors import SandboxUnavailableError, ValidationError
 from lowtide.providers.docker import DockerProvider
-from lowtide.providers.docker.endpoint import resolve
+from lowtide.providers.docker.access import resolve
 
 
 def _context(directory: Path, name: str, host: str, **engine: object) -> Path:

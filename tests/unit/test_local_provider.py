@@ -29,7 +29,7 @@ from lowtide.errors import (
     ValidationError,
 )
 from lowtide.providers.base import FileKind, Network, NetworkMode, ProcessSpec, SandboxState, TerminalSize
-from lowtide.providers.local import LocalProvider
+from lowtide.providers.local import LocalProvider, enter
 from lowtide.providers.local import destroy as ending
 from lowtide.providers.local.sandbox_directory import start_time
 from lowtide.providers.local.spawner_client import SpawnerClient

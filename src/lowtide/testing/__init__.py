@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         TreesConformance,
         ValidationConformance,
     )
-    from lowtide.testing.emulating import emulator
+    from lowtide.testing.emulator_fixture import emulator
     from lowtide.testing.faulty import FaultyProvider, FaultyService
     from lowtide.testing.leaks import Leak, Watch
 
@@ -46,7 +46,7 @@ _MODULES = {
     "TreesConformance": "lowtide.testing.conformance",
     "ValidationConformance": "lowtide.testing.conformance",
     "Watch": "lowtide.testing.leaks",
-    "emulator": "lowtide.testing.emulating",
+    "emulator": "lowtide.testing.emulator_fixture",
 }
 
 __all__ = [

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.errors import LowtideError, ResourceExhaustedError, SandboxUnavailableError
 from lowtide.providers.base import Labels
-from lowtide.providers.docker import container, endings
+from lowtide.providers.docker import container, ended
 from lowtide.providers.docker.client import RawStream, checked_id
 from lowtide.providers.inside.program import KEY, READER
 
@@ -43,7 +43,7 @@ async def open_channel(provider: DockerProvider, sandbox_id: str, first: bytes) 
     """As a user who may execute the program and not read it: nothing in the sandbox can look into it."""
     client = await provider.client()
     if sandbox_id in provider.asleep:
-        raise endings.paused(sandbox_id)
+        raise ended.paused(sandbox_id)
     stream = RawStream()
     try:
         with client.translated(sandbox_id):
@@ -55,7 +55,7 @@ async def open_channel(provider: DockerProvider, sandbox_id: str, first: bytes) 
         stream.close()
         if not isinstance(error, LowtideError):
             raise
-        raise await endings.explained(provider, sandbox_id, error) from error.__cause__
+        raise await ended.explained(provider, sandbox_id, error) from error.__cause__
     return ExecChannel(stream, sandbox_id)
 
 

@@ -15,8 +15,8 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import MissingDependencyError, SandboxNotFoundError
-from lowtide.providers.docker.endpoint import Endpoint
-from lowtide.providers.docker.faults import translated
+from lowtide.providers.docker.access import Endpoint
+from lowtide.providers.docker.errors import translated
 
 if TYPE_CHECKING:
     import aiodocker

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import UnsupportedError
-from lowtide.providers.docker.endpoint import Endpoint
+from lowtide.providers.docker.access import Endpoint
 from lowtide.providers.network import start
 
 

@@ -30,11 +30,11 @@ from lowtide.providers.base import (
     Url,
     nothing_sent,
 )
-from lowtide.providers.docker import container, endings, images, runtimes
+from lowtide.providers.docker import container, ended, images, runtimes
+from lowtide.providers.docker.access import KEEP, Endpoint, fingerprint, resolve
 from lowtide.providers.docker.channel import ExecChannel, key_of, open_channel
 from lowtide.providers.docker.client import EngineClient, checked_id
-from lowtide.providers.docker.creation import Creation
-from lowtide.providers.docker.endpoint import KEEP, Endpoint, fingerprint, resolve
+from lowtide.providers.docker.create import Creation
 from lowtide.providers.docker.options import DockerOptions
 from lowtide.providers.inside import Clients, InsideProcess
 from lowtide.providers.inside.calls import Calls
@@ -171,13 +171,13 @@ class DockerProvider(Calls):
                 answer = await client.container(spec.lease_id).wait(condition="next-exit")
             code = int(answer.get("StatusCode", -1))
         except LowtideError:  # Podman looks now and then, and may find it removed
-            _, code = await endings.how_it_ended(self, spec.lease_id)
+            _, code = await ended.how_it_ended(self, spec.lease_id)
         if code is not None:
             self._ended[spec.lease_id] = replace(
                 container.created_now(spec),
                 state=SandboxState.COMPLETED if code == 0 else SandboxState.FAILED,
                 exit_code=code,
-                reason=endings.how(code),
+                reason=ended.how(code),
             )
         self._watched.pop(spec.lease_id, None)
 
@@ -232,7 +232,7 @@ class DockerProvider(Calls):
             return made  # create has waited for the engine to start it
         info = await self.get(sandbox_id)
         if info.state.terminal:
-            raise endings.gone(sandbox_id, info.reason or "exited")
+            raise ended.gone(sandbox_id, info.reason or "exited")
         return info
 
     async def list(self, labels: Mapping[str, str]) -> AsyncIterator[SandboxInfo]:
@@ -323,17 +323,17 @@ class DockerProvider(Calls):
         try:
             return self._keys.get(sandbox_id) or await key_of(self, sandbox_id)
         except SandboxNotFoundError as error:
-            raise await endings.explained(self, sandbox_id, error) from error
+            raise await ended.explained(self, sandbox_id, error) from error
 
     async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> InsideProcess:
         if sandbox_id in self.asleep:
-            raise endings.paused(sandbox_id)
+            raise ended.paused(sandbox_id)
         client = await self.clients.get(sandbox_id)
         starting = asyncio.ensure_future(client.start(spec))
         try:
             while not (await asyncio.wait([starting], timeout=10))[0]:
                 if (await self.get(sandbox_id)).state is SandboxState.PAUSED:
-                    raise endings.paused(sandbox_id)
+                    raise ended.paused(sandbox_id)
         finally:
             if not starting.done():
                 starting.cancel()

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from lowtide.errors import SandboxUnavailableError
-from lowtide.providers.inside.faults import file_error
+from lowtide.providers.inside.errors import file_error
 from lowtide.providers.inside.process import InsideProcess
 
 LENGTH = struct.Struct("<L")

@@ -18,7 +18,7 @@ from lowtide.errors import (
     SandboxUnavailableError,
     ValidationError,
 )
-from lowtide.providers.docker.endpoint import Endpoint, unreachable
+from lowtide.providers.docker.access import Endpoint, unreachable
 
 
 @contextmanager
