@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lowtide import loops
 from lowtide.errors import LowtideError, SandboxError
 
 if TYPE_CHECKING:
@@ -22,12 +23,10 @@ def leave(ending: Operation[Any], error: BaseException | None) -> None:
 
 
 async def leave_async(ending: Operation[Any], error: BaseException | None) -> None:
-    import asyncio
-
     failure: Exception | None = None
     try:
         # Shielded: whoever cancels this block does not want to leave a sandbox behind.
-        await asyncio.shield(ending)
+        await loops.shield(ending)
     except Exception as problem:
         failure = problem
     _report(failure, error)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
 
+from lowtide import loops
 from lowtide.errors import SandboxError, SandboxTimeoutError, ValidationError
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Audience:
 class Operation(Generic[T_co]):
     """A call that is already under way on lowtide's own loop.
 
-    ``op.result()`` waits for it in any thread; ``await op`` waits for it in any event loop. Cancelling
+    ``op.result()`` waits for it in any thread; ``await op`` waits for it in any event loop, asyncio's or trio's. Cancelling
     the waiting task cancels the operation. An operation that nobody waits for still happens.
     """
 
@@ -128,19 +129,15 @@ class Operation(Generic[T_co]):
         return cancelled
 
     def __await__(self) -> Generator[Any, None, T_co]:
-        import asyncio
-
         self._check_process()
-        waiting = asyncio.wrap_future(self._future).__await__()
+        waiting = loops.wait_for(self._future).__await__()
         return waiting if self._audience is None else self._wait(waiting, self._audience)
 
     def _wait(self, waiting: Generator[Any, None, T_co], audience: Audience) -> Generator[Any, None, T_co]:
-        import asyncio
-
         try:
             with audience.waiting():
                 return (yield from waiting)
-        except asyncio.CancelledError:
+        except loops.cancelled():
             audience.leave()
             raise
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Awaitable, Coroutine, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from lowtide import block_exit, validate
+from lowtide import block_exit, loops, validate
 from lowtide.defaults import SandboxDefaults, SandboxOptions, resolve
 from lowtide.operation import Audience, Operation
 from lowtide.sandbox_files import SandboxFiles
@@ -485,7 +485,7 @@ _SHELL = ("/bin/sh", "-c", "command -v bash >/dev/null 2>&1 && exec bash -i; exe
 def in_event_loop() -> bool:
     """Whether the caller must not be blocked."""
     asyncio = sys.modules.get("asyncio")
-    return asyncio is not None and asyncio._get_running_loop() is not None
+    return (asyncio is not None and asyncio._get_running_loop() is not None) or loops.in_trio()
 
 
 async def _then(work: Awaitable[Any], value: T) -> T:

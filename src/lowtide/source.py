@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable
 from typing import IO, Any, TypeVar
 
-from lowtide import validate
+from lowtide import loops, validate
 from lowtide.errors import ValidationError
 
 T = TypeVar("T")
@@ -21,6 +21,11 @@ def chunks_of(data: bytes | Iterable[bytes] | AsyncIterable[bytes]) -> AsyncIter
     if isinstance(data, bytes | bytearray | memoryview):
         return blocks(bytes(data))
     if isinstance(data, AsyncIterable):
+        if loops.in_trio():
+            raise ValidationError(
+                "an async iterable of a trio program cannot be read on lowtide's own loop; pass bytes or an iterable",
+                argument="data",
+            )
         try:
             home = asyncio.get_running_loop()
         except RuntimeError:

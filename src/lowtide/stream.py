@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
+from lowtide import loops
 from lowtide.errors import SandboxError
 from lowtide.operation import Operation, generation, refuse_to_block
 
@@ -140,19 +141,9 @@ class StreamReader(Generic[T]):
                 self._waiting.append(wake)
 
     async def _arrival(self) -> None:
-        import asyncio
-
-        loop = asyncio.get_running_loop()
-        arrived: asyncio.Future[None] = loop.create_future()
-
-        def wake() -> None:
-            try:
-                loop.call_soon_threadsafe(_tell, arrived)
-            except RuntimeError:  # that loop has been closed: nobody waits there any more
-                return
-
+        wake, arrived = loops.event()
         self._wake_with(wake)
-        await arrived
+        await arrived()
 
     def _wake(self) -> None:
         waiting, self._waiting = self._waiting, []
