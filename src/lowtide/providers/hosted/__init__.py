@@ -1,0 +1,70 @@
+"""What hosted services have in common, so that a provider says only what its service is like.
+
+* `chosen`, `way_of`, `account`: options, then the environment; the way there; a stable name for the account
+* `Service`, `Fault`: every call of the SDK has an outer deadline, and its errors are told by a table
+* `recovered`: a create whose answer was lost: look for what it made, ask again where that is safe
+* `until_ready`: wait until a sandbox can be used, or say why it never will
+* `delete`: a delete counts when the sandbox is not found any more; its states are `End`
+* `explained`: what an error on the way into a sandbox means: the control plane knows
+* `options_of`, `labels_of`, `only_ipv4`: what a create may be asked for
+* `backoff`: the delays of whoever asks again
+
+A provider's ``errors.py`` is a table and one service::
+
+    FAULTS = (
+        Fault(errors.AuthenticationError, of="acme.Unauthorized", words="{text}: set ACME_API_KEY"),
+        Fault(errors.SandboxNotFoundError, status=404, words="no sandbox {sandbox_id}"),
+        Fault(errors.SandboxUnavailableError, status=range(500, 600)),
+        Fault(errors.RequestTimeoutError, of=("builtins.TimeoutError", "httpx.TimeoutException")),
+    )
+    SERVICE = Service("acme", "Acme", FAULTS)
+
+and its calls read so::
+
+    made = await SERVICE.call(30.0, sdk.create(...), "create")
+    info = await recovered(make, find, service=SERVICE, lease_id=spec.lease_id, seconds=45.0, replay=True)
+    info = await until_ready(look, service=SERVICE, sandbox_id=sandbox_id, seconds=60.0)
+    return await delete(ask, look, service=SERVICE, sandbox_id=sandbox_id)
+
+``make``, ``find``, ``ask`` and ``look`` are the provider's own small functions. They raise lowtide's errors
+only, which `Service.call` sees to.
+"""
+
+from __future__ import annotations
+
+from lowtide.backoff import backoff
+from lowtide.providers.hosted.access import WAY, account, chosen, is_word, missing_dependency, way_of
+from lowtide.providers.hosted.create import labels_of, only_ipv4, options_of, recovered
+from lowtide.providers.hosted.destroy import End, delete
+from lowtide.providers.hosted.errors import Fault, file_error, status_of
+from lowtide.providers.hosted.lookup import explained, until_ready
+from lowtide.providers.hosted.service import Service, failure_of, let_go, mapped_by, was_lost, within
+from lowtide.providers.hosted.transfer import Counted
+
+__all__ = [
+    "WAY",
+    "Counted",
+    "End",
+    "Fault",
+    "Service",
+    "account",
+    "backoff",
+    "chosen",
+    "delete",
+    "explained",
+    "failure_of",
+    "file_error",
+    "is_word",
+    "labels_of",
+    "let_go",
+    "mapped_by",
+    "missing_dependency",
+    "only_ipv4",
+    "options_of",
+    "recovered",
+    "status_of",
+    "until_ready",
+    "was_lost",
+    "way_of",
+    "within",
+]

@@ -1,0 +1,69 @@
+"""Which account of a service, and the way there: from arguments, then the environment."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from lowtide import errors
+
+WAY = (
+    *("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "NO_PROXY"),
+    *("https_proxy", "http_proxy", "all_proxy", "no_proxy"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR"),
+)
+"""The way to the service. SDKs read these themselves; the guardian's worker needs them to go the same way."""
+
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]*")
+
+
+def chosen(
+    provider: str, known: Mapping[str, str], options: Mapping[str, Any] | None, environ: Mapping[str, str]
+) -> dict[str, str | None]:
+    """Every known option: as given, else from its environment variable. ValidationError for a wrong one."""
+    given = dict(options or {})
+    for name, value in given.items():
+        if name not in known:
+            raise errors.ValidationError(
+                f"unknown option {name!r} for {provider}; known: {', '.join(sorted(known))}",
+                argument=name,
+                provider=provider,
+            )
+        if value is not None and not (isinstance(value, str) and value):
+            raise errors.ValidationError(f"{name} must be a string", argument=name, provider=provider)
+    found = {name: given.get(name) or environ.get(variable) or None for name, variable in known.items()}
+    for name, value in found.items():
+        # Refused here, because what cannot be sent is quoted by those who are to send it: keys, too.
+        if value is not None and not (value.isascii() and value.isprintable()):
+            where = name if given.get(name) else known[name]
+            raise errors.ValidationError(
+                f"{where} has a character that cannot be sent (a line end, perhaps, from the file it was read from): "
+                "set it without",
+                argument=name,
+                provider=provider,
+            )
+    return found
+
+
+def account(provider: str, where: str, who: str) -> str:
+    """A stable name for an account. A key is long and random, so nothing follows from a short digest of it."""
+    return hashlib.sha256(f"lowtide {provider}|{where}|{who}".encode()).hexdigest()[:16]
+
+
+def missing_dependency(provider: str, sdk: str) -> errors.MissingDependencyError:
+    install = f'pip install "lowtide[{provider}]"'
+    return errors.MissingDependencyError(
+        f"provider {provider!r} needs {sdk}; run: {install}", install=install, provider=provider
+    )
+
+
+def way_of(environ: Mapping[str, str], *more: str) -> dict[str, str]:
+    """The variables of the way there that are set, for `Provider.credentials`."""
+    return {name: environ[name] for name in (*WAY, *more) if environ.get(name)}
+
+
+def is_word(sandbox_id: str) -> bool:
+    """Ids and names are plain words. Anything else must not become part of a path."""
+    return _WORD.fullmatch(sandbox_id) is not None

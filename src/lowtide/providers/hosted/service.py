@@ -1,0 +1,164 @@
+"""One service's calls: each with an outer deadline, each error told by the service's table."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, TypeVar
+
+from lowtide import errors
+from lowtide.providers.hosted.errors import Fault, Table, retry_after
+
+T = TypeVar("T")
+
+
+class Service:
+    """A service by its provider's name and by the name that people know, with what its errors mean."""
+
+    def __init__(
+        self,
+        provider: str,
+        name: str,
+        faults: Sequence[Fault],
+        *,
+        retry_after: Callable[[BaseException], float | None] = retry_after,
+        on_call: Callable[[asyncio.Future[Any]], None] | None = None,
+    ) -> None:
+        """`on_call` hears of every call under way. `retry_after`: where the SDK's errors keep no headers."""
+        self.provider, self.name = provider, name
+        self.translated = Table(provider, tuple(faults), retry_after).translated
+        self.mapped = mapped_by(self.translated)
+        self._on_call = on_call
+
+    async def call(
+        self,
+        seconds: float,
+        work: Awaitable[T],
+        what: str,
+        sandbox_id: str | None = None,
+        *,
+        path: str | None = None,
+    ) -> T:
+        """The result of `work`, within `seconds`. Raises lowtide's errors, with the SDK's as the cause."""
+        with self.mapped(sandbox_id, path=path):
+            return await self.within(seconds, work, what, sandbox_id)
+
+    async def within(self, seconds: float, work: Awaitable[T], what: str, sandbox_id: str | None = None) -> T:
+        """As `call`, but raises what the SDK raises."""
+        call = asyncio.ensure_future(work)
+        if self._on_call is not None:
+            self._on_call(call)
+        return await within(
+            seconds, call, what, service=self.name, provider=self.provider, sandbox_id=sandbox_id
+        )
+
+    def missing(self, sandbox_id: str) -> errors.SandboxNotFoundError:
+        return errors.SandboxNotFoundError(
+            f"no sandbox {sandbox_id} in this {self.name} account",
+            provider=self.provider,
+            sandbox_id=sandbox_id,
+        )
+
+    def gone(self, sandbox_id: str) -> errors.SandboxGone:
+        return errors.SandboxGone(
+            f"sandbox {sandbox_id} has ended", reason="ended", provider=self.provider, sandbox_id=sandbox_id
+        )
+
+    def failed(self, sandbox_id: str, reason: str) -> errors.SandboxFailedError:
+        return errors.SandboxFailedError(
+            f"sandbox {sandbox_id} could not be started: {reason}",
+            reason=reason,
+            provider=self.provider,
+            sandbox_id=sandbox_id,
+        )
+
+    def asleep(self, sandbox_id: str, state: str, wake: str) -> errors.SandboxUnavailableError:
+        """It exists and does not run: `wake` is the call that makes it."""
+        return errors.SandboxUnavailableError(
+            f"sandbox {sandbox_id} is {state}; {wake} it first",
+            retryable=False,
+            provider=self.provider,
+            sandbox_id=sandbox_id,
+        )
+
+
+def was_lost(error: errors.LowtideError) -> bool:
+    """Whether nobody knows what the request did: its answer is lost, not negative."""
+    return isinstance(error, errors.SandboxUnavailableError | errors.RequestTimeoutError) and not isinstance(
+        error, errors.RateLimitError
+    )
+
+
+async def within(
+    seconds: float,
+    work: asyncio.Future[T],
+    what: str,
+    *,
+    service: str,
+    provider: str,
+    sandbox_id: str | None = None,
+) -> T:
+    """The result of `work`, or RequestTimeoutError after `seconds`, even when `work` ignores being cancelled.
+
+    An outer deadline around every call of an SDK: their own are retried, doubled, or do not hold.
+    """
+    try:
+        done, _ = await asyncio.wait({work}, timeout=seconds)
+    except asyncio.CancelledError:
+        let_go(work)
+        raise
+    if not done:
+        let_go(work)
+        raise errors.RequestTimeoutError(
+            f"{service} did not answer within {seconds:g} s: {what}", provider=provider, sandbox_id=sandbox_id
+        )
+    failure = failure_of(work)
+    if failure is not None:
+        raise failure
+    return work.result()
+
+
+def failure_of(work: asyncio.Future[Any]) -> BaseException | None:
+    """Why it failed. A transport that cancels itself when its connection breaks has not cancelled us."""
+    if work.cancelled():
+        return ConnectionResetError("the connection was given up")
+    return work.exception()
+
+
+def let_go(work: asyncio.Future[Any]) -> None:
+    """Nobody waits for it any more; what it still says is not news."""
+    work.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    work.cancel()
+
+
+class Translate(Protocol):
+    def __call__(
+        self, error: BaseException, sandbox_id: str | None = None, *, path: str | None = None
+    ) -> errors.LowtideError | None:
+        """The lowtide error for something the SDK raised; None for what is not the SDK's."""
+
+
+class Mapped(Protocol):
+    def __call__(
+        self, sandbox_id: str | None = None, *, path: str | None = None
+    ) -> AbstractContextManager[None]: ...
+
+
+def mapped_by(translated: Translate) -> Mapped:
+    """A context manager that turns what happens inside into `lowtide.errors`, with the original as the cause."""
+
+    @contextmanager
+    def mapped(sandbox_id: str | None = None, *, path: str | None = None) -> Iterator[None]:
+        try:
+            yield
+        except errors.LowtideError as error:
+            error.sandbox_id = error.sandbox_id or sandbox_id
+            raise
+        except Exception as error:
+            found = translated(error, sandbox_id, path=path)
+            if found is None:
+                raise
+            raise found from error
+
+    return mapped
