@@ -57,3 +57,28 @@ def test_one_shell_line_brings_it_in(tmp_path: Path) -> None:
     [path] = tmp_path.iterdir()
     assert path.read_bytes() == inside.program(os.uname().machine)
     assert path.stat().st_mode & 0o777 == 0o111
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has capabilities to lose")
+@pytest.mark.parametrize(("verb", "has"), [("init", True), ("guard", False)])
+def test_guarded_commands_lack_the_capability_that_shields_the_channel(verb: str, has: bool) -> None:
+    """Who may do less than a process may not look into it, whatever the files let him read."""
+    program = str(Path(inside.__file__).parent / f"inside.{os.uname().machine}")
+    said = subprocess.run(
+        [program, verb, "0", "0", "cat", "/proc/self/status"], capture_output=True, text=True, check=True
+    ).stdout
+    sets = dict(line.split(":\t") for line in said.splitlines() if line.startswith("Cap"))
+    own = Path("/proc/self/status").read_text()
+    if (
+        not int(dict(line.split(":\t") for line in own.splitlines() if line.startswith("Cap"))["CapPrm"], 16)
+        >> 8
+        & 1
+    ):
+        pytest.skip("this machine's root has no CAP_SETPCAP itself")
+    assert {name: bool(int(value, 16) >> 8 & 1) for name, value in sets.items()} == {
+        "CapInh": False,
+        "CapPrm": has,
+        "CapEff": has,
+        "CapBnd": has,
+        "CapAmb": False,
+    }

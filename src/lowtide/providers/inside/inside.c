@@ -4,12 +4,14 @@
  * without a shell. Built by `build.py` beside it; its frames and bounds are in docs/inside.md.
  *
  *   init SECONDS CAP [COMMAND...]   the sandbox's main process: the server, and the lease's clock
+ *   guard SECONDS CAP [COMMAND...]  the same where `attach` runs as the sandbox's own user
  *   attach [text]                   hands its standard input and output to the server of `init`
  *   serve NAME [text]               the same without `init`: starts the server NAME unless it runs
  *
  * Everything in the sandbox may be hostile, with the same user id. So nothing that holds a channel or a
  * result is ever dumpable (no ptrace, no /proc/PID/fd): the server is so before anything else runs, its
- * children are forks of it that never execute, and `attach` is a file that may be executed and not read.
+ * children are forks of it that never execute, and `attach` is a file that may be executed and not read,
+ * or (guard), for a root that may read everything, has a capability that no command has.
  * A channel is taken only with the key, which is in no argument list and in no command's environment.
  */
 #include <linux/errno.h>
@@ -1212,7 +1214,7 @@ static struct command {
 	u32 from, to;
 } commands[COMMANDS];
 static long strays_next, strays_from, deadline, cap;
-static int strays_left, main_command = -1, as_init;
+static int strays_left, main_command = -1, as_init, guarded;
 
 static void free_client(struct client *c)
 {
@@ -1238,6 +1240,17 @@ static void note(int fd, u8 kind, u32 value)
 	u8 data[5] = {kind};
 	memcpy(data + 1, &value, 4);
 	write_all(fd, data, 5);
+}
+
+/* Never to have CAP_SETPCAP again. The kernel lets nobody look into a process that may do more than he. */
+static void lose_setpcap(void)
+{
+	struct { u32 version; int pid; } head = {0x20080522, 0};
+	u32 sets[6]; /* effective, permitted, inheritable; then the upper halves */
+	K(prctl, PR_CAPBSET_DROP, 8);
+	if (K(capget, &head, sets) < 0) leave(126);
+	for (int i = 0; i < 3; i++) sets[i] &= ~(1u << 8);
+	if (K(capset, &head, sets) < 0) leave(126);
 }
 
 static __attribute__((noreturn)) void start_inside(u8 *data, u32 n, int in, int out, int err, int status)
@@ -1279,6 +1292,7 @@ static __attribute__((noreturn)) void start_inside(u8 *data, u32 n, int in, int 
 	if (child == 0) {
 		K(setsid);
 		if (flags & TERMINAL) K(ioctl, 0, TIOCSCTTY, 0);
+		if (guarded) lose_setpcap();
 		if (*user) {
 			int error = become_user(user, flags & TERMINAL);
 			if (error) { note(status, 'R', error); leave(126); }
@@ -1893,7 +1907,8 @@ static int run(int argc, char **argv)
 	const char *what = argc > 1 ? argv[1] : "";
 	environment = argv + argc + 1;
 	K(prctl, PR_SET_DUMPABLE, 0);
-	if (same(what, "init") && argc > 3) init(argc - 2, argv + 2);
+	guarded = same(what, "guard");
+	if ((guarded || same(what, "init")) && argc > 3) init(argc - 2, argv + 2);
 	if (same(what, "attach")) hand_over("inside", argc > 2 ? 't' : 'b');
 	if (same(what, "serve") && argc > 2) {
 		int listener = listen_as(argv[2]);
