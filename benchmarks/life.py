@@ -67,8 +67,8 @@ def one_command(home: Path, samples: int) -> Comparison:
 
 def first_process(home: Path, sandbox: Sandbox) -> int:
     """The host's pid of the sandbox's PID 1."""
-    from lowtide.providers.local.sandbox_directory import Place
+    from lowtide.providers.local.sandbox_directory import SandboxDirectory
 
-    _, inner = Place(home / "local" / "sandboxes" / str(sandbox.sandbox_id)).processes()
+    _, inner = SandboxDirectory(home / "local" / "sandboxes" / str(sandbox.sandbox_id)).processes()
     assert inner is not None
     return inner.pid

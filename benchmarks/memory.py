@@ -41,11 +41,13 @@ def _ours(home: Path, count: int) -> tuple[tuple[float, ...], float]:
                 sandbox.wait()
             after = _own_processes(home)
             tree = processes.children()
-            from lowtide.providers.local.sandbox_directory import Place
+            from lowtide.providers.local.sandbox_directory import SandboxDirectory
 
             samples = []
             for sandbox in sandboxes:
-                outer, _ = Place(home / "local" / "sandboxes" / str(sandbox.sandbox_id)).processes()
+                outer, _ = SandboxDirectory(
+                    home / "local" / "sandboxes" / str(sandbox.sandbox_id)
+                ).processes()
                 assert outer is not None
                 samples.append(_pss_of_tree(outer.pid, tree))
     return tuple(samples), max(0.0, after - before)

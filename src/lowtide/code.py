@@ -23,7 +23,7 @@ from lowtide.errors import (
 from lowtide.providers.base import STDOUT, Capability, CodeResult, ProcessHandle, ProcessSpec
 
 if TYPE_CHECKING:
-    from lowtide.held_sandbox import Lifeline
+    from lowtide.held_sandbox import HeldSandbox
 
 _PYTHON = ("python", "py")
 _SAID_BYTES = 2000
@@ -32,7 +32,7 @@ _SAID_BYTES = 2000
 class CodeRunner:
     """The interpreters of one sandbox, as one handle of it holds them."""
 
-    def __init__(self, life: Lifeline) -> None:
+    def __init__(self, life: HeldSandbox) -> None:
         self._life = life
         self._starting = asyncio.Lock()
         self._handle: ProcessHandle | None = None

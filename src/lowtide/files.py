@@ -21,7 +21,7 @@ from lowtide.errors import (
     SandboxFileNotFoundError,
     SandboxIsADirectoryError,
 )
-from lowtide.held_sandbox import Lifeline
+from lowtide.held_sandbox import HeldSandbox
 from lowtide.operation import Operation
 from lowtide.providers import derived
 from lowtide.providers.base import DirectFiles, FileEntry, FileKind, Provider
@@ -45,7 +45,7 @@ class Transfer:
     """Left out: devices, sockets, and links that would lead out of the directory."""
 
 
-async def absolute(life: Lifeline, provider: Provider, sandbox_id: str, path: str) -> str:
+async def absolute(life: HeldSandbox, provider: Provider, sandbox_id: str, path: str) -> str:
     """The path as the provider takes it; a relative one is relative to the working directory."""
     if path.startswith("/"):
         return path
@@ -77,7 +77,7 @@ async def write(provider: Provider, sandbox_id: str, path: str, content: bytes, 
     _verify(written, len(content), path, provider, sandbox_id)
 
 
-def reader(life: Lifeline, path: str) -> StreamReader[bytes]:
+def reader(life: HeldSandbox, path: str) -> StreamReader[bytes]:
     """A file in chunks; the transfer waits while nobody reads."""
     life.connect()
     stream: StreamReader[bytes] = StreamReader(text=False, on_close=lambda: pumping.cancel())
@@ -168,7 +168,7 @@ async def exists(provider: Provider, sandbox_id: str, path: str) -> bool:
 # Out of the sandbox.
 
 
-async def _pump_file(life: Lifeline, path: str, stream: StreamReader[bytes]) -> None:
+async def _pump_file(life: HeldSandbox, path: str, stream: StreamReader[bytes]) -> None:
     try:
         provider, sandbox_id = await life.ready()
         where = await absolute(life, provider, sandbox_id, path)

@@ -28,7 +28,7 @@ ENDED = (Outcome.DESTROYED, Outcome.STOPPED, Outcome.ALREADY_GONE)
 """After these there is nothing to run anything in."""
 
 
-class Lifeline:
+class HeldSandbox:
     """Starts it once, waits for it, ends it; every handle method goes through here."""
 
     def __init__(

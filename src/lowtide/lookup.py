@@ -17,7 +17,7 @@ from lowtide.errors import (
     SandboxTimeoutError,
     ValidationError,
 )
-from lowtide.held_sandbox import Lifeline
+from lowtide.held_sandbox import HeldSandbox
 from lowtide.lifecycle.lease import Lease, LeaseState
 from lowtide.providers import registry
 from lowtide.providers.base import LABEL_PREFIX, Labels, Provider, SandboxInfo, SandboxState
@@ -106,7 +106,7 @@ async def delete(sandbox_id: str, provider: Provider | None, missing_ok: bool) -
         )
 
 
-async def until_complete(life: Lifeline, timeout: float | None, raise_on_termination: bool) -> None:
+async def until_complete(life: HeldSandbox, timeout: float | None, raise_on_termination: bool) -> None:
     """Ask, ever more slowly, until it has ended."""
     await life.accepted()
     loop = asyncio.get_running_loop()

@@ -58,11 +58,11 @@ class Sandbox(SandboxFiles):
         lease: Lease | None = None,
     ) -> None:
         from lowtide import capabilities
-        from lowtide.held_sandbox import Lifeline
+        from lowtide.held_sandbox import HeldSandbox
 
         if info is None:
             capabilities.check(settings)
-        self._life = Lifeline(settings, provider=provider, info=info, lease=lease)
+        self._life = HeldSandbox(settings, provider=provider, info=info, lease=lease)
         self._audience = Audience(self._end_unheld)
 
     @classmethod

@@ -11,7 +11,7 @@ from lowtide.operation import Operation
 
 if TYPE_CHECKING:
     from lowtide.files import Transfer
-    from lowtide.held_sandbox import Lifeline
+    from lowtide.held_sandbox import HeldSandbox
     from lowtide.providers.base import FileEntry, Provider
     from lowtide.stream import StreamReader
 
@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 
 class SandboxFiles:
-    """What a `Sandbox` does with files: each method starts an operation on the sandbox's lifeline."""
+    """What a `Sandbox` does with files: each method starts an operation on the sandbox."""
 
-    _life: Lifeline
+    _life: HeldSandbox
 
     def read_file(
         self, path: str, *, max_bytes: int | None = 1 << 30, timeout_seconds: float | None = None

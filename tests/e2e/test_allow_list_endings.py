@@ -15,14 +15,14 @@ from tests.container_engine import IMAGE, needs_docker
 
 from lowtide import Sandbox, UnsupportedError
 from lowtide.machine import home
-from lowtide.providers.local.sandbox_directory import Place, ProcessMark
+from lowtide.providers.local.sandbox_directory import ProcessMark, SandboxDirectory
 
 ALLOW = ["nobody.invalid", "10.99.98.0/24"]
 BOUND_SECONDS = 15.0
 
 
 def proxy_of(sandbox_id: str) -> ProcessMark:
-    mark = Place(home() / "local" / "sandboxes" / sandbox_id).proxy()
+    mark = SandboxDirectory(home() / "local" / "sandboxes" / sandbox_id).proxy()
     assert mark is not None
     assert mark.alive()
     return mark

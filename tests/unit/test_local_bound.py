@@ -35,7 +35,7 @@ async def test_all_sandboxes_together_have_so_much_memory(
     provider = LocalProvider.connect({"LOWTIDE_HOME": str(tmp_path / "home")})
     try:
         one, two = await provider.create(spec()), await provider.create(spec())
-        groups = [group.path for group in provider._workshop.bound]
+        groups = [group.path for group in provider._prerequisites.bound]
         assert all(group.is_dir() for group in groups)
         take = "x = bytearray(int(__import__('sys').argv[1]) << 20); print(len(x))"
         for made in (one, two):
@@ -53,7 +53,7 @@ async def test_all_sandboxes_together_have_so_much_memory(
 async def test_what_outlives_its_maker_takes_the_bound_with_it(tmp_path: Path) -> None:
     first = LocalProvider.connect({"LOWTIDE_HOME": str(tmp_path / "home")})
     made = await first.create(spec())
-    groups = [group.path for group in first._workshop.bound]
+    groups = [group.path for group in first._prerequisites.bound]
     await first.aclose()
     await asyncio.sleep(0.3)
     assert all(group.is_dir() for group in groups)
@@ -105,9 +105,9 @@ async def test_a_limit_of_its_own_and_the_bound_hold_together(
         assert (await run(provider, large.sandbox_id, "python3", "-c", take, "100"))[0] == 0
         assert (await run(provider, small.sandbox_id, "python3", "-c", take, "100"))[0] == 137
         assert (await run(provider, small.sandbox_id, "python3", "-c", take, "20"))[0] == 0
-        groups = [group.path for group in provider._workshop.bound]
+        groups = [group.path for group in provider._prerequisites.bound]
         for made in (large, small):
-            own = provider._place(made.sandbox_id).spec()["cgroups"]  # type: ignore[index]
+            own = provider._directory(made.sandbox_id).spec()["cgroups"]  # type: ignore[index]
             assert own
             assert all(Path(path).parent in groups for path in own)
     finally:
@@ -123,11 +123,11 @@ def test_version_2_takes_limits_below_the_bound(tmp_path: Path, monkeypatch: pyt
     controllers = (mount / "cgroup.controllers").read_text().split() if mount.is_dir() else []
     if os.geteuid() != 0 or "hugetlb" not in controllers:
         pytest.skip("no controller of version 2 is free here")
-    place = cgroups.Hierarchy(version=2, parent=mount, own=mount)
+    directory = cgroups.Hierarchy(version=2, parent=mount, own=mount)
     enabled = (mount / "cgroup.subtree_control").read_text().split()
     (mount / "cgroup.subtree_control").write_text("+hugetlb")
     monkeypatch.setattr(cgroups, "CONTROLLERS", ("hugetlb",))
-    monkeypatch.setattr(cgroups, "hierarchy", lambda controller: place)
+    monkeypatch.setattr(cgroups, "hierarchy", lambda controller: directory)
     monkeypatch.setattr(
         cgroups, "settings", lambda attribute, value, version: [("hugetlb.2MB.max", str(2 << 20))]
     )

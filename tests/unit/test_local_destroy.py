@@ -13,7 +13,7 @@ from lowtide import Sandbox
 from lowtide.errors import SandboxUnavailableError
 from lowtide.machine import home
 from lowtide.providers.local import destroy
-from lowtide.providers.local.sandbox_directory import Place
+from lowtide.providers.local.sandbox_directory import SandboxDirectory
 
 
 @contextlib.contextmanager
@@ -36,26 +36,26 @@ def no_descriptor_left() -> Iterator[None]:
 def test_short_of_descriptors_an_end_fails_and_takes_nothing_away() -> None:
     with Sandbox.run(provider="local") as sandbox:
         local = home() / "local"
-        place = Place(local / "sandboxes" / str(sandbox.sandbox_id))
-        outer, inner = place.processes()
+        directory = SandboxDirectory(local / "sandboxes" / str(sandbox.sandbox_id))
+        outer, inner = directory.processes()
         assert outer is not None
         assert inner is not None
         with no_descriptor_left(), pytest.raises(SandboxUnavailableError, match="cannot be told now"):
-            destroy.destroy(place, local / "trash", 0.0)
-        assert place.exists()
+            destroy.destroy(directory, local / "trash", 0.0)
+        assert directory.exists()
         assert inner.alive()
         assert sandbox.exec(["echo", "still here"]).result(60).stdout == "still here\n"
-    assert not place.exists()
+    assert not directory.exists()
     assert not inner.alive()
     assert not outer.alive()
 
 
 def test_short_of_descriptors_no_process_looks_dead() -> None:
     with Sandbox.run(provider="local") as sandbox:
-        place = Place(home() / "local" / "sandboxes" / str(sandbox.sandbox_id))
-        outer, _ = place.processes()
+        directory = SandboxDirectory(home() / "local" / "sandboxes" / str(sandbox.sandbox_id))
+        outer, _ = directory.processes()
         assert outer is not None
         with no_descriptor_left():
-            for look in (outer.alive, outer.open, place.processes):
+            for look in (outer.alive, outer.open, directory.processes):
                 with pytest.raises(SandboxUnavailableError):
                     look()

@@ -199,11 +199,11 @@ async def test_no_open_file_of_this_process_gets_in(tmp_path: Path) -> None:
 @root_only
 async def test_root_gives_nothing_of_its_own_id(provider: LocalProvider, sandbox: str) -> None:
     await shell(provider, sandbox, "cp /bin/sh /root/sh; chmod 6755 /root/sh")
-    place = provider._place(sandbox)
-    info = (place.path / "root/root/sh").stat()
+    directory = provider._directory(sandbox)
+    info = (directory.path / "root/root/sh").stat()
     assert info.st_uid == ID_BASE
     assert info.st_gid == ID_BASE
-    for mark in place.processes():
+    for mark in directory.processes():
         assert mark is not None
         assert os.stat(f"/proc/{mark.pid}").st_uid == ID_BASE
     mounts = (await run(provider, sandbox, "cat", "/proc/mounts"))[1]
@@ -247,7 +247,7 @@ def _limits_here() -> bool:
 async def test_memory_cpu_and_disk_limits_hold(provider: LocalProvider) -> None:
     limits = Limits(memory_bytes=64 << 20, cpu=0.2, disk_bytes=32 << 20)
     made = await provider.create(spec(limits=limits))
-    groups = [Path(path) for path in (provider._place(made.sandbox_id).spec() or {})["cgroups"]]
+    groups = [Path(path) for path in (provider._directory(made.sandbox_id).spec() or {})["cgroups"]]
     assert groups
     assert all(group.is_dir() for group in groups)
     code, _, _ = await run(provider, made.sandbox_id, "python3", "-c", "x = bytearray(300 << 20)")

@@ -280,8 +280,8 @@ async def test_network_full_is_this_machines(provider: LocalProvider) -> None:
 
 async def test_destroy_ends_everything_and_is_calm(provider: LocalProvider, tmp_path: Path) -> None:
     made = await provider.create(spec())
-    place = provider._place(made.sandbox_id)
-    marks = place.processes()
+    directory = provider._directory(made.sandbox_id)
+    marks = directory.processes()
     process = await provider.start_process(made.sandbox_id, ProcessSpec(argv=("sleep", "1000")))
     assert await provider.destroy(made.sandbox_id) is True
     assert not any(mark is not None and mark.alive() for mark in marks)
@@ -321,8 +321,8 @@ async def test_another_process_sees_enters_and_ends_it(provider: LocalProvider) 
 
 async def test_the_sandbox_outlives_its_spawner(provider: LocalProvider, sandbox: str) -> None:
     process = await provider.start_process(sandbox, ProcessSpec(argv=("sleep", "1000")))
-    assert provider._workshop.client is not None
-    os.kill(provider._workshop.client._pid, signal.SIGKILL)
+    assert provider._prerequisites.client is not None
+    os.kill(provider._prerequisites.client._pid, signal.SIGKILL)
     with pytest.raises(SandboxUnavailableError):
         await process.wait()
     for _ in range(50):
@@ -338,7 +338,7 @@ async def test_the_sandbox_outlives_its_spawner(provider: LocalProvider, sandbox
 async def test_killing_either_bwrap_ends_the_sandbox(provider: LocalProvider) -> None:
     for which in (0, 1):
         made = await provider.create(spec())
-        marks = provider._place(made.sandbox_id).processes()
+        marks = provider._directory(made.sandbox_id).processes()
         victim, other = marks[which], marks[1 - which]
         assert victim is not None
         assert other is not None
@@ -450,9 +450,9 @@ async def test_an_image_that_is_missing_says_what_to_run(provider: LocalProvider
 
 async def test_no_secret_is_written_down_or_shown(provider: LocalProvider) -> None:
     made = await provider.create(spec(environment={"TOKEN": "s3cr3t-value"}))
-    place = provider._place(made.sandbox_id)
-    assert "s3cr3t-value" not in (place.path / "spec.json").read_text()
-    for mark in place.processes():
+    directory = provider._directory(made.sandbox_id)
+    assert "s3cr3t-value" not in (directory.path / "spec.json").read_text()
+    for mark in directory.processes():
         assert mark is not None
         assert b"s3cr3t-value" not in Path(f"/proc/{mark.pid}/cmdline").read_bytes()
 
@@ -460,11 +460,11 @@ async def test_no_secret_is_written_down_or_shown(provider: LocalProvider) -> No
 async def test_trash_of_a_killed_process_is_swept(tmp_path: Path) -> None:
     first = LocalProvider.connect({"LOWTIDE_HOME": str(tmp_path / "home")})
     made = await first.create(spec())
-    place = first._place(made.sandbox_id)
-    marks = place.processes()
+    directory = first._directory(made.sandbox_id)
+    marks = directory.processes()
     trash = first.home / "trash"
     trash.mkdir(exist_ok=True)
-    os.rename(place.path, trash / new_id())  # died between taking the name away and killing
+    os.rename(directory.path, trash / new_id())  # died between taking the name away and killing
     await first.aclose()
     second = LocalProvider.connect({"LOWTIDE_HOME": str(tmp_path / "home")})
     kept = await second.create(spec())
@@ -547,7 +547,7 @@ async def test_commands_of_a_killed_owner_are_reaped_by_the_spawner_it_leaves(tm
         f"    provider = LocalProvider.connect({{'LOWTIDE_HOME': {home!r}}})\n"
         "    made = await provider.create(spec())\n"
         "    await provider.start_process(made.sandbox_id, ProcessSpec(argv=('sleep', '1000')))\n"
-        "    print(made.sandbox_id, provider._workshop.client._pid, flush=True)\n"
+        "    print(made.sandbox_id, provider._prerequisites.client._pid, flush=True)\n"
         "    await asyncio.sleep(1000)\n"
         "asyncio.run(main())\n"
     )
@@ -575,7 +575,7 @@ async def test_commands_of_a_killed_owner_are_reaped_by_the_spawner_it_leaves(tm
 
 
 async def test_later_commands_are_what_the_first_one_is(provider: LocalProvider, sandbox: str) -> None:
-    """From the second on they are started by a porter: nothing about them may be different."""
+    """From the second on they are started by a command starter: nothing about them may be different."""
     script = (
         "grep -E '^(Uid|Gid|Groups|Cap|NoNewPrivs|Seccomp|NSpid|Sig(Blk|Ign|Cgt)|Umask)' /proc/self/status; ulimit -a | grep -v locks; "
         "pwd; env | grep -v LOWTIDE | sort; ls -l /proc/self/fd | wc -l; cat /proc/self/oom_score_adj; readlink /proc/self/ns/*"
@@ -601,28 +601,28 @@ async def test_later_commands_are_what_the_first_one_is(provider: LocalProvider,
 async def test_a_command_keeps_its_signals_when_nothing_else_happens(
     provider: LocalProvider, sandbox: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(enter, "_PORTER_SECONDS", 0.05)
+    monkeypatch.setattr(enter, "_COMMAND_STARTER_SECONDS", 0.05)
     await run(provider, sandbox, "true")
     process = await provider.start_process(sandbox, ProcessSpec(argv=("sleep", "1000")))
     await asyncio.sleep(0.5)
     await process.signal(signal.SIGTERM)
     assert await process.wait() == 143
-    await asyncio.sleep(0.3)  # now nothing runs, and the porter has left
-    assert provider._entrance.known(sandbox).porter is None
+    await asyncio.sleep(0.3)  # now nothing runs, and the command starter has left
+    assert provider._entrance.known(sandbox).command_starter is None
     assert (await run(provider, sandbox, "echo", "on"))[1] == "on\n"
 
 
-async def test_a_porter_leaves_with_its_sandbox(provider: LocalProvider, sandbox: str) -> None:
+async def test_a_command_starter_leaves_with_its_sandbox(provider: LocalProvider, sandbox: str) -> None:
     if os.geteuid() != 0:
         pytest.skip("an ordinary user's sandboxes have none")
     process = await provider.start_process(sandbox, ProcessSpec(argv=("sleep", "1000")))
     second = await provider.start_process(sandbox, ProcessSpec(argv=("sleep", "1000")))
-    assert provider._entrance.known(sandbox).porter is not None
-    assert provider._workshop.client is not None
-    spawner = provider._workshop.client._pid
+    assert provider._entrance.known(sandbox).command_starter is not None
+    assert provider._prerequisites.client is not None
+    spawner = provider._prerequisites.client._pid
 
     def inside() -> list[int]:
-        """Another porter may wait there, for the next sandbox: it is still where the spawner is."""
+        """Another command starter may wait there, for the next sandbox: it is still where the spawner is."""
         found, home = [], os.readlink(f"/proc/{spawner}/ns/mnt")
         for pid in ending._children(spawner):
             with contextlib.suppress(OSError):
@@ -635,10 +635,10 @@ async def test_a_porter_leaves_with_its_sandbox(provider: LocalProvider, sandbox
             break
         await asyncio.sleep(0.05)
     else:
-        pytest.fail("there is no porter at work")
+        pytest.fail("there is no command starter at work")
     other = LocalProvider.connect(provider.credentials())
     try:
-        assert await other.destroy(sandbox) is True  # by somebody who knows of no porter
+        assert await other.destroy(sandbox) is True  # by somebody who knows of no command starter
     finally:
         await other.aclose()
     for each in (process, second):
@@ -649,7 +649,7 @@ async def test_a_porter_leaves_with_its_sandbox(provider: LocalProvider, sandbox
             break
         await asyncio.sleep(0.05)
     else:
-        pytest.fail("the porter is still there")
+        pytest.fail("the command starter is still there")
 
 
 async def test_many_commands_at_once_all_come_to_their_end(provider: LocalProvider, sandbox: str) -> None:

@@ -98,11 +98,11 @@ def test_images_share_their_layers_and_the_last_one_takes_them_away(
     remote.push("shared/two", "1", [BASE, UPPER])
     one, two = f"{remote.address}/shared/one:1", f"{remote.address}/shared/two:1"
     store.pull(one)
-    first = container_image.foundation(store, one)
+    first = container_image.base_layers(store, one)
     assert first is not None
     inode = os.stat(first.root[0]).st_ino
     store.pull(two)
-    second = container_image.foundation(store, two)
+    second = container_image.base_layers(store, two)
     assert second is not None
     assert second.root[0] == first.root[0]
     assert os.stat(second.root[0]).st_ino == inode
@@ -209,7 +209,7 @@ def test_links_and_devices_in_a_layer_stay_harmless(
     )
     remote.push("links/app", "1", [layer])
     store.pull(f"{remote.address}/links/app:1")
-    found = container_image.foundation(store, f"{remote.address}/links/app:1")
+    found = container_image.base_layers(store, f"{remote.address}/links/app:1")
     assert found is not None
     assert not any(outside.iterdir())
     assert Path(found.root[0], str(outside).lstrip("/"), "file").read_bytes() == b"inside"
@@ -288,7 +288,7 @@ def test_a_registry_that_cannot_be_reached_is_no_wait(store: ImageStore) -> None
     with pytest.raises(SandboxUnavailableError, match="cannot be reached"):
         store.pull("127.0.0.1:9/app:1")
     with pytest.raises(ValidationError, match="image import"):
-        container_image.foundation(store, "127.0.0.1:9/app:1")
+        container_image.base_layers(store, "127.0.0.1:9/app:1")
 
 
 def test_this_machine_stands_in_for_its_own_python(store: ImageStore) -> None:
@@ -296,10 +296,10 @@ def test_this_machine_stands_in_for_its_own_python(store: ImageStore) -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         try:
-            assert container_image.foundation(store, name) is None
+            assert container_image.base_layers(store, name) is None
         except ValidationError:
             pytest.skip("Docker Hub can be reached from here, and has no such tag")
-        assert container_image.foundation(store, name) is None
+        assert container_image.base_layers(store, name) is None
     assert len([w for w in seen if "stands in" in str(w.message)]) == 1
 
 

@@ -19,7 +19,7 @@ from lowtide.errors import ValidationError
 from lowtide.providers.base import Limits, Network, NetworkMode, SandboxSpec, SandboxState
 from lowtide.providers.local import LocalProvider, rooms_on_disk
 from lowtide.providers.local.create import Launch, Room
-from lowtide.providers.local.sandbox_directory import Place
+from lowtide.providers.local.sandbox_directory import SandboxDirectory
 
 sys.path.insert(0, str(Path(__file__).parent))
 from local_sandbox import chunks, read, run, shell, spec
@@ -58,7 +58,7 @@ async def room_of(provider: LocalProvider, like: SandboxSpec | None = None) -> R
 
 
 def inner_of(provider: LocalProvider, sandbox_id: str) -> int:
-    mark = provider._place(sandbox_id).processes()[1]
+    mark = provider._directory(sandbox_id).processes()[1]
     assert mark is not None
     return mark.pid
 
@@ -214,10 +214,10 @@ async def test_one_that_is_cleared_away_while_somebody_moves_in_is_made_anew(
     room = await room_of(provider, spec(image="app:1"))
     write = Launch._write_record
 
-    def cleared(launch: Launch, place: Place) -> None:
-        if place.path == room.place.path:
+    def cleared(launch: Launch, directory: SandboxDirectory) -> None:
+        if directory.path == room.directory.path:
             rooms_on_disk.clear(provider.home, "app:1")
-        write(launch, place)
+        write(launch, directory)
 
     monkeypatch.setattr(Launch, "_write_record", cleared)
     made = await provider.create(spec(image="app:1"))
@@ -249,7 +249,7 @@ from lowtide.providers.local import LocalProvider
 
 provider = LocalProvider.connect({"LOWTIDE_HOME": sys.argv[1]})
 room = engine().run(room_of(provider))
-print(room.inner.pid, room.place.path, flush=True)
+print(room.inner.pid, room.directory.path, flush=True)
 exec(sys.argv[2])
 """
 
@@ -260,8 +260,8 @@ def owner(tmp_path: Path, then: str) -> tuple[subprocess.Popen[str], int, Path]:
         [sys.executable, "-c", OWNER, str(tmp_path / "home"), then, *PATHS], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
-    pid, _, place = process.stdout.readline().strip().partition(" ")
-    return process, int(pid), Path(place)
+    pid, _, directory = process.stdout.readline().strip().partition(" ")
+    return process, int(pid), Path(directory)
 
 
 def eventually(what: Callable[[], bool]) -> bool:
@@ -279,13 +279,13 @@ def ended(pid: int) -> bool:
 
 
 async def test_it_goes_with_a_process_that_is_killed(tmp_path: Path) -> None:
-    process, inner, place = owner(tmp_path, "time.sleep(600)")
+    process, inner, directory = owner(tmp_path, "time.sleep(600)")
     with process:
         assert not ended(inner)
         process.kill()
     assert eventually(lambda: ended(inner))
     # The directory is all that is left, and goes with the next one who comes by: here one that only looks.
-    assert place.exists()
+    assert directory.exists()
     await LocalProvider.connect({"LOWTIDE_HOME": str(tmp_path / "home")}).aclose()
     assert left(tmp_path) == []
 
@@ -329,9 +329,9 @@ engine().run(provider.create(spec()))
     provider = LocalProvider.connect({"LOWTIDE_HOME": str(tmp_path / "home")})
     found = [info async for info in provider.list({})]
     assert len(found) == 1
-    place = provider._place(found[0].sandbox_id)
+    directory = provider._directory(found[0].sandbox_id)
     # The outer bwrap follows the inner one, when it has written down what that ended with.
-    assert eventually(lambda: (info := place.info()) is not None and info.state.terminal)
+    assert eventually(lambda: (info := directory.info()) is not None and info.state.terminal)
     assert await provider.destroy(found[0].sandbox_id) is True
     await provider.aclose()
     assert left(tmp_path) == []

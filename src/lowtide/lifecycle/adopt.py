@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lowtide.errors import SandboxGone, SandboxOwnedError
 from lowtide.lifecycle import renew
 from lowtide.lifecycle.end import is_dead
-from lowtide.lifecycle.held_lease import Held
+from lowtide.lifecycle.held_lease import HeldLease
 from lowtide.lifecycle.lease import Lease, LeaseState
 from lowtide.lifecycle.provider_lifetime import lease_seconds
 from lowtide.providers.base import Labels, Provider, SandboxInfo
@@ -38,7 +38,7 @@ async def adopt(
         return held.lease
     else:
         lease = await _move_here(life, provider, row, session, take=take)
-    held = life.held[lease.lease_id] = Held(provider, lease)
+    held = life.held[lease.lease_id] = HeldLease(provider, lease)
     if lease.lifetime_seconds is not None:
         await renew.renew(life, held)
     life.look_after()

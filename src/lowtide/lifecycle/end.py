@@ -29,7 +29,7 @@ from lowtide.errors import (
 from lowtide.lifecycle import keep
 from lowtide.lifecycle.clock import Instant
 from lowtide.lifecycle.crash_points import point
-from lowtide.lifecycle.held_lease import Held
+from lowtide.lifecycle.held_lease import HeldLease
 from lowtide.lifecycle.keep import Decision, Fate
 from lowtide.lifecycle.lease import EndReport, Lease, LeaseState, Outcome, renewal_seconds
 from lowtide.lifecycle.ledger import Ledger
@@ -219,7 +219,7 @@ async def end_for_another(
     ):
         await end_without_row(
             ledger,
-            Held(provider, lease),
+            HeldLease(provider, lease),
             decision,
             grace_seconds=0.0,
             deadline_seconds=deadline_seconds,
@@ -255,7 +255,7 @@ def another_account(provider: Provider, lease: Lease) -> AuthenticationError:
 
 async def end_without_row(
     ledger: Ledger,
-    held: Held,
+    held: HeldLease,
     decision: Decision,
     *,
     grace_seconds: float,

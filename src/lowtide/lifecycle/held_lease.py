@@ -10,7 +10,7 @@ from lowtide.providers.base import Provider, SandboxInfo, SandboxSpec
 
 
 @dataclass(slots=True)
-class Held:
+class HeldLease:
     """One lease, in memory. Lives on the engine's loop."""
 
     provider: Provider

@@ -31,7 +31,7 @@ from lowtide.lifecycle.clock import Instant
 from lowtide.lifecycle.crash_points import point
 from lowtide.lifecycle.end import Claim, end_lease, end_without_row, extend, let_be, may_claim
 from lowtide.lifecycle.guardian_link import GuardianLink
-from lowtide.lifecycle.held_lease import Held
+from lowtide.lifecycle.held_lease import HeldLease
 from lowtide.lifecycle.keep import Decision, Fate
 from lowtide.lifecycle.lease import (
     EndReport,
@@ -63,7 +63,7 @@ class Lifecycle:
     ledger: Ledger
     path: Path
     owner: Owner = field(default_factory=Owner.current)
-    held: dict[str, Held] = field(default_factory=dict)
+    held: dict[str, HeldLease] = field(default_factory=dict)
     guardian: GuardianLink | None = None
     _settled_earlier: bool = False
     _renewing: asyncio.Task[None] | None = None
@@ -102,7 +102,7 @@ class Lifecycle:
         """Write the lease down, then create. Cancelling this, or any fault in it, leaves nothing behind."""
         lease, spec = with_lifetime(provider, keep.switched(lease), spec)
         self.prepare(provider)
-        held = self.held[lease.lease_id] = Held(provider, lease, spec)
+        held = self.held[lease.lease_id] = HeldLease(provider, lease, spec)
         creating = held.creating = asyncio.ensure_future(self._create(held, spec))
         self.look_after()
         try:
@@ -121,7 +121,7 @@ class Lifecycle:
         if self.guardian is not None:
             self.guardian.wanted(provider)
 
-    async def _create(self, held: Held, spec: SandboxSpec) -> SandboxInfo:
+    async def _create(self, held: HeldLease, spec: SandboxSpec) -> SandboxInfo:
         provider, lease = held.provider, held.lease
         point("create:before-intent")
         try:
@@ -166,7 +166,7 @@ class Lifecycle:
         log.info("lease %s (%s): live as %s", lease.lease_id, provider.name, info.sandbox_id)
         return info
 
-    async def _never_asked(self, held: Held, why: str) -> None:
+    async def _never_asked(self, held: HeldLease, why: str) -> None:
         """Settle the row of a create that failed before anything was sent."""
         lease_id = held.lease.lease_id
         try:
@@ -177,7 +177,7 @@ class Lifecycle:
             return
         self.held.pop(lease_id, None)
 
-    async def _made_but_not_written(self, held: Held, error: LedgerError) -> LedgerError:
+    async def _made_but_not_written(self, held: HeldLease, error: LedgerError) -> LedgerError:
         """The provider has made it, and its id cannot be written down: so it must not stay."""
         held.creating = None  # it has its answer; the end has nothing to wait for
         report = await asyncio.shield(
@@ -193,7 +193,7 @@ class Lifecycle:
             retryable=error.retryable,
         )
 
-    async def _destroy_late(self, held: Held, sandbox_id: str) -> None:
+    async def _destroy_late(self, held: HeldLease, sandbox_id: str) -> None:
         try:
             await self.ledger.note(held.lease.lease_id, "created after its end", sandbox_id=sandbox_id)
         except LedgerError as error:
@@ -229,7 +229,7 @@ class Lifecycle:
             lease = await self.ledger.get(lease_id)
             if lease is None or not may_claim(lease, provider, claim, self.owner):
                 return let_be(lease, provider)
-            held = Held(provider, lease)
+            held = HeldLease(provider, lease)
         elif claim is Claim.UNOWNED:
             claim = Claim.OWN
         if held.ending is None or (held.ending.done() and not held.over):
@@ -250,14 +250,16 @@ class Lifecycle:
         # Shielded: cancelling one caller must not leave the sandbox half ended for the others.
         return await asyncio.shield(held.ending)
 
-    def _start_end(self, held: Held, decision: Decision, claim: Claim, **how: Any) -> asyncio.Task[EndReport]:
+    def _start_end(
+        self, held: HeldLease, decision: Decision, claim: Claim, **how: Any
+    ) -> asyncio.Task[EndReport]:
         held.ending = asyncio.ensure_future(self.end_held(held, decision, claim, **how))
         held.ending.add_done_callback(_look_at_failure)
         return held.ending
 
     async def end_held(
         self,
-        held: Held,
+        held: HeldLease,
         decision: Decision,
         claim: Claim,
         *,
@@ -298,7 +300,9 @@ class Lifecycle:
             self._in_background(retry_ends.until_over(self, held, decision))
         return report
 
-    async def _stop_creating(self, held: Held, creating: asyncio.Task[SandboxInfo], seconds: float) -> None:
+    async def _stop_creating(
+        self, held: HeldLease, creating: asyncio.Task[SandboxInfo], seconds: float
+    ) -> None:
         """See a create that is still on its way through to its answer, or give it up and recover."""
         # From here on the creator loses the race for LIVE and destroys what it gets.
         try:

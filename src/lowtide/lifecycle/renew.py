@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.errors import LowtideError
 from lowtide.lifecycle.end import renew_lease
-from lowtide.lifecycle.held_lease import Held
+from lowtide.lifecycle.held_lease import HeldLease
 from lowtide.lifecycle.lease import LEASE_SECONDS, Lease, LeaseState
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ async def while_holding(life: Lifecycle) -> None:
                     await renew(life, held)
 
 
-async def _look(life: Lifecycle, held: Held) -> None:
+async def _look(life: Lifecycle, held: HeldLease) -> None:
     row = await life.ledger.get(held.lease.lease_id)
     if row is None or held.ending is not None:
         return
@@ -57,7 +57,7 @@ def _let_go(life: Lifecycle, row: Lease) -> None:
     )
 
 
-async def renew(life: Lifecycle, held: Held) -> None:
+async def renew(life: Lifecycle, held: HeldLease) -> None:
     """Move the provider-side lifetime of one that is held."""
     lease = held.lease
     if lease.sandbox_id is None or lease.lifetime_seconds is None:

@@ -10,7 +10,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from lowtide.lifecycle.end import Claim
-from lowtide.lifecycle.held_lease import Held
+from lowtide.lifecycle.held_lease import HeldLease
 from lowtide.lifecycle.keep import Decision
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FIRST_SECONDS, LONGEST_SECONDS = 1.0, 60.0
 
 
-async def until_over(life: Lifecycle, held: Held, decision: Decision) -> None:
+async def until_over(life: Lifecycle, held: HeldLease, decision: Decision) -> None:
     """Try once more after a pause; an attempt that fails comes here again by itself."""
     held.failures += 1
     failures, ended = held.failures, held.ending

@@ -10,7 +10,7 @@ from lowtide.providers.local.python_trees import ReadOnlyTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foundation:
+class BaseLayers:
     """Layers from the bottom up. `usr` is None where one overlay at / holds everything."""
 
     root: tuple[str, ...]

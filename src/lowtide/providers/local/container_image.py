@@ -19,17 +19,17 @@ from lowtide.errors import (
 )
 from lowtide.providers.images.store import ImageStore
 from lowtide.providers.local import rooms_on_disk
-from lowtide.providers.local.base_layers import Foundation
-from lowtide.providers.local.sandbox_directory import places
+from lowtide.providers.local.base_layers import BaseLayers
+from lowtide.providers.local.sandbox_directory import sandbox_directories
 
 _PYTHON = re.compile(r"(?:(?:docker\.io/)?library/|docker\.io/)?python:(\d+\.\d+)(?:[.-][\w.-]*)?$")
 _warned: set[str] = set()
 
 
-def foundation(store: ImageStore, image: str) -> Foundation | None:
+def base_layers(store: ImageStore, image: str) -> BaseLayers | None:
     """What a sandbox on this image stands on; None: this machine's own Python stands in."""
     if image.startswith("/"):
-        return _directory(image)
+        return _root_filesystem(image)
     found = store.image(image)
     missing: LowtideError | None = None
     if found is None:
@@ -38,7 +38,7 @@ def foundation(store: ImageStore, image: str) -> Foundation | None:
         except (SandboxUnavailableError, MissingDependencyError, AuthenticationError) as error:
             missing = error
     if found is not None:
-        return Foundation(
+        return BaseLayers(
             root=found.layers,
             environment=found.configuration.environment,
             working_dir=found.configuration.working_dir,
@@ -63,22 +63,22 @@ def foundation(store: ImageStore, image: str) -> Foundation | None:
     ) from missing
 
 
-def _directory(path: str) -> Foundation:
+def _root_filesystem(path: str) -> BaseLayers:
     real = os.path.realpath(path)
     if not os.path.isdir(real) or real == "/":
         raise ValidationError(
             f"{path} is not a root filesystem directory", argument="container_image", provider="local"
         )
-    return Foundation(root=(real,), foreign=(real,), working_dir="/", record={"base": path})
+    return BaseLayers(root=(real,), foreign=(real,), working_dir="/", record={"base": path})
 
 
 def in_use(home: Path, image: str) -> list[str]:
     """The sandboxes and snapshots that stand on it. Rooms on it are cleared away: nobody lives there yet."""
     rooms_on_disk.clear(home, image)
     users = [
-        place.sandbox_id
-        for place in places(home / "sandboxes")
-        if (place.spec() or {}).get("foundation", {}).get("base") == image
+        directory.sandbox_id
+        for directory in sandbox_directories(home / "sandboxes")
+        if (directory.spec() or {}).get("foundation", {}).get("base") == image
     ]
     for manifest in (home / "snapshots").glob("[!.]*/manifest.json"):
         with contextlib.suppress(OSError, ValueError):

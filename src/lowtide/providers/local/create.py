@@ -16,10 +16,10 @@ from pathlib import Path, PurePath
 from lowtide.errors import SandboxFailedError
 from lowtide.providers.base import Limits, NetworkMode, SandboxInfo, SandboxSpec, SandboxState
 from lowtide.providers.local import bwrap, cgroups, disk
-from lowtide.providers.local.base_layers import Foundation
-from lowtide.providers.local.prerequisites import Workshop
-from lowtide.providers.local.sandbox_directory import Place, ProcessMark, boot_id
-from lowtide.providers.local.spawner_client import Message, Porter, SpawnerClient
+from lowtide.providers.local.base_layers import BaseLayers
+from lowtide.providers.local.prerequisites import Prerequisites
+from lowtide.providers.local.sandbox_directory import ProcessMark, SandboxDirectory, boot_id
+from lowtide.providers.local.spawner_client import CommandStarter, Message, SpawnerClient
 from lowtide.providers.local.wait_readable import readable
 
 
@@ -30,7 +30,7 @@ class Shape:
     network: bool
     working_dir: str
     environment: Mapping[str, str] = field(repr=False)
-    foundation: Foundation
+    base_layers: BaseLayers
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,15 +38,15 @@ class Room:
     """A sandbox that was made before anybody asked for it. It ends when its leash is closed without a word."""
 
     shape: Shape
-    place: Place
+    directory: SandboxDirectory
     inner: ProcessMark
     leash: socket.socket
-    porter: Porter | None = None
+    command_starter: CommandStarter | None = None
 
     def close(self) -> None:
         self.leash.close()
-        if self.porter is not None:
-            self.porter.close()
+        if self.command_starter is not None:
+            self.command_starter.close()
 
 
 class Launch:
@@ -54,39 +54,39 @@ class Launch:
 
     def __init__(
         self,
-        workshop: Workshop,
+        prerequisites: Prerequisites,
         client: SpawnerClient,
-        place: Place,
+        directory: SandboxDirectory,
         spec: SandboxSpec,
-        foundation: Foundation,
+        base_layers: BaseLayers,
     ) -> None:
-        self.workshop, self.client, self.place = workshop, client, place
-        self.spec, self.foundation = spec, foundation
+        self.prerequisites, self.client, self.directory = prerequisites, client, directory
+        self.spec, self.base_layers = spec, base_layers
         self.network = spec.network is not None and spec.network.mode is NetworkMode.FULL
-        by_rlimit = frozenset() if workshop.owner is not None else frozenset({"pids"})
-        below = {group.place.parent: group.path for group in workshop.bound}
+        by_rlimit = frozenset() if prerequisites.owner is not None else frozenset({"pids"})
+        below = {group.place.parent: group.path for group in prerequisites.bound}
         self.groups = cgroups.plan(spec.lease_id, spec.limits, below=below, without=by_rlimit)
         if spec.limits.disk_bytes is not None:
-            disk.check(workshop.owner)
+            disk.check(prerequisites.owner)
 
     @property
     def shape(self) -> Shape | None:
         """None: it is like no other."""
-        spec, foundation = self.spec, self.foundation
+        spec, base_layers = self.spec, self.base_layers
         special = spec.command or spec.snapshot or spec.lifetime_seconds or spec.limits != Limits()
-        if special or str(foundation.record.get("base", "/")).startswith("/"):  # somebody's own directory
+        if special or str(base_layers.record.get("base", "/")).startswith("/"):  # somebody's own directory
             return None
         return Shape(
             network=self.network,
             working_dir=self.working_dir,
             environment=self.environment,
-            foundation=foundation,
+            base_layers=base_layers,
         )
 
     def reserve(self) -> bool:
         """Its directory. False: it is already there."""
         try:
-            os.mkdir(self.place.path, 0o700)
+            os.mkdir(self.directory.path, 0o700)
         except FileExistsError:
             return False
         return True
@@ -97,8 +97,8 @@ class Launch:
         None: it has just been cleared away.
         """
         try:
-            self._write_record(room.place)
-            os.rename(room.place.path, self.place.path)
+            self._write_record(room.directory)
+            os.rename(room.directory.path, self.directory.path)
         except FileNotFoundError:
             room.close()
             return None
@@ -109,10 +109,10 @@ class Launch:
 
     def furnish(self) -> None:
         """What is written in the directory, before any process runs."""
-        self._write_record(self.place)
+        self._write_record(self.directory)
         self.make_trees()
 
-    def _write_record(self, place: Place) -> None:
+    def _write_record(self, directory: SandboxDirectory) -> None:
         spec = self.spec
         self._now = now = time.time()
         limited = spec.limits.disk_bytes is not None
@@ -125,47 +125,50 @@ class Launch:
             "command": spec.command is not None,
             "working_dir": self.working_dir,
             "cgroups": [str(group.path) for group in self.groups],
-            "bound": [str(group.path) for group in self.workshop.bound],
-            "unheld": self.workshop.unheld,
+            "bound": [str(group.path) for group in self.prerequisites.bound],
+            "unheld": self.prerequisites.unheld,
             "pids": spec.limits.pids,
-            "disk": self.client.translate(f"{place.path}/disk") if limited else None,
-            "foundation": dict(self.foundation.record),
+            "disk": self.client.translate(f"{directory.path}/disk") if limited else None,
+            "foundation": dict(self.base_layers.record),
         }
-        draft = f"{place.path}/.spec"
+        draft = f"{directory.path}/.spec"
         with open(draft, "w") as file:
             json.dump(record, file)
-        os.rename(draft, f"{place.path}/spec.json")
+        os.rename(draft, f"{directory.path}/spec.json")
 
     def make_trees(self) -> None:
         """The directories its layers are in."""
-        place = self.place
+        directory = self.directory
         if self.spec.limits.disk_bytes is None:
-            for name in _trees(self.foundation):
-                self._own_dir(f"{place.path}/{name}")
+            for name in _trees(self.base_layers):
+                self._own_dir(f"{directory.path}/{name}")
             if self.network:
                 with contextlib.suppress(FileExistsError):
-                    self._own_dir(f"{place.path}/root/etc")
-                with contextlib.suppress(OSError), open(f"{place.path}/root/etc/resolv.conf", "wb") as file:
+                    self._own_dir(f"{directory.path}/root/etc")
+                with (
+                    contextlib.suppress(OSError),
+                    open(f"{directory.path}/root/etc/resolv.conf", "wb") as file,
+                ):
                     file.write(Path("/etc/resolv.conf").read_bytes())
-        if self.workshop.owner is not None:
-            os.chown(place.path, self.workshop.owner, self.workshop.owner)
+        if self.prerequisites.owner is not None:
+            os.chown(directory.path, self.prerequisites.owner, self.prerequisites.owner)
 
     def info(self) -> SandboxInfo:
-        """What `Place.info` reads, for the moment after it was made."""
+        """What `SandboxDirectory.info` reads, for the moment after it was made."""
         lifetime = self.spec.lifetime_seconds
         return SandboxInfo(
-            sandbox_id=self.place.sandbox_id,
+            sandbox_id=self.directory.sandbox_id,
             state=SandboxState.RUNNING,
             labels=self.spec.labels.as_dict(),
             created_at=datetime.fromtimestamp(self._now, UTC),
             expires_at=datetime.fromtimestamp(self._now + lifetime, UTC) if lifetime else None,
-            unheld=tuple(self.workshop.unheld),
+            unheld=tuple(self.prerequisites.unheld),
         )
 
     def _own_dir(self, path: str) -> None:
         os.mkdir(path, 0o755)
-        if self.workshop.owner is not None:
-            os.chown(path, self.workshop.owner, self.workshop.owner)
+        if self.prerequisites.owner is not None:
+            os.chown(path, self.prerequisites.owner, self.prerequisites.owner)
 
     async def run(self, *, leash: tuple[int, int] | None = None) -> ProcessMark:
         """Everything else. On an exception the caller destroys what is there.
@@ -174,9 +177,9 @@ class Launch:
         """
         cgroups.make(self.groups)
         if self.spec.limits.disk_bytes is not None:
-            await asyncio.to_thread(disk.make, self.place.path, self.spec.limits.disk_bytes)
-        for tree in self.foundation.foreign:
-            await self.workshop.stage(tree)
+            await asyncio.to_thread(disk.make, self.directory.path, self.spec.limits.disk_bytes)
+        for tree in self.base_layers.foreign:
+            await self.prerequisites.stage(tree)
         ready_r, ready_w = leash or os.pipe()
         errors_r, errors_w = os.pipe()
         # A file and no pipe: bwrap, killed by a pipe that nobody reads any more, would leave its child waiting.
@@ -196,17 +199,17 @@ class Launch:
                 raise SandboxFailedError(
                     f"the main command cannot be run: {self.spec.command[0] if self.spec.command else ''}",
                     provider="local",
-                    sandbox_id=self.place.sandbox_id,
+                    sandbox_id=self.directory.sandbox_id,
                     reason="command",
                 )
             # bwrap has said who the first process in the namespaces is before it let it run.
             pid = json.loads(os.pread(info, 4096, 0))["child-pid"]
-            outer, _ = self.place.processes()
+            outer, _ = self.directory.processes()
             inner = ProcessMark.child_of(outer, pid) if outer is not None else None
             if inner is None:
                 return ProcessMark(pid, 0)  # its main command has ended already: no process is this one
             with contextlib.suppress(FileNotFoundError):  # destroyed meanwhile: the caller looks
-                self.place.add_inner(inner)
+                self.directory.add_inner(inner)
             return inner
         finally:
             os.close(ready_r)
@@ -214,45 +217,50 @@ class Launch:
             os.close(info)
 
     def _message(self, *, waiting: bool) -> Message:
-        place, spec, foundation, translate = self.place, self.spec, self.foundation, self.client.translate
-        top = f"{place.path}/disk" if spec.limits.disk_bytes is not None else str(place.path)
-        overlays = [bwrap.Overlay(at="/", lowers=foundation.root, upper=f"{top}/root", work=f"{top}/work")]
-        if foundation.usr is not None:
+        directory, spec, base_layers, translate = (
+            self.directory,
+            self.spec,
+            self.base_layers,
+            self.client.translate,
+        )
+        top = f"{directory.path}/disk" if spec.limits.disk_bytes is not None else str(directory.path)
+        overlays = [bwrap.Overlay(at="/", lowers=base_layers.root, upper=f"{top}/root", work=f"{top}/work")]
+        if base_layers.usr is not None:
             overlays.append(
-                bwrap.Overlay(at="/usr", lowers=foundation.usr, upper=f"{top}/usr", work=f"{top}/usrwork")
+                bwrap.Overlay(at="/usr", lowers=base_layers.usr, upper=f"{top}/usr", work=f"{top}/usrwork")
             )
         environment = self.environment
-        nproc = str(self.workshop.nproc(spec.limits.pids))
+        nproc = str(self.prerequisites.nproc(spec.limits.pids))
         command = ["wait" if waiting else "idle", nproc, self.working_dir]
         if spec.command:
             command = ["run", nproc, self.working_dir, environment["PATH"], *spec.command]
-        assert self.workshop.bwrap is not None
+        assert self.prerequisites.bwrap is not None
         return {
             "op": "create",
-            "bwrap": translate(self.workshop.bwrap.path),
-            "dir": translate(str(place.path)),
+            "bwrap": translate(self.prerequisites.bwrap.path),
+            "dir": translate(str(directory.path)),
             "args": bwrap.arguments(
                 overlays=overlays,
-                read_only=foundation.read_only,
+                read_only=base_layers.read_only,
                 environment=environment,
-                hostname=place.sandbox_id[-12:].strip("-._") or "sandbox",
+                hostname=directory.sandbox_id[-12:].strip("-._") or "sandbox",
                 network=self.network,
                 # The kernel shows key names by user id, and an ordinary user's sandbox has the user's.
-                hidden=("/proc/keys", "/proc/key-users") if self.workshop.owner is None else (),
+                hidden=("/proc/keys", "/proc/key-users") if self.prerequisites.owner is None else (),
                 translate=translate,
             ),
             "command": command,
             "environment": environment,
             "cgroups": [f"{group.path}/cgroup.procs" for group in self.groups],
             "lifetime": spec.lifetime_seconds,
-            "disk": disk.request(place.path, translate, _trees(foundation))
+            "disk": disk.request(directory.path, translate, _trees(base_layers))
             if spec.limits.disk_bytes
             else None,
         }
 
     @property
     def working_dir(self) -> str:
-        return self.spec.working_dir or self.foundation.working_dir
+        return self.spec.working_dir or self.base_layers.working_dir
 
     @property
     def environment(self) -> dict[str, str]:
@@ -262,7 +270,7 @@ class Launch:
             "LANG": "C.UTF-8",
             "TERM": "xterm-256color",
         }
-        return {**usual, **self.foundation.environment, **self.spec.environment}
+        return {**usual, **self.base_layers.environment, **self.spec.environment}
 
     def _failure(self, stderr: str) -> SandboxFailedError:
         from lowtide.providers.local import doctor
@@ -271,31 +279,31 @@ class Launch:
         return SandboxFailedError(
             f"the sandbox could not be started: {why}{doctor.advice(why)}",
             provider="local",
-            sandbox_id=self.place.sandbox_id,
+            sandbox_id=self.directory.sandbox_id,
             reason="start",
         )
 
 
-def _trees(foundation: Foundation) -> list[str]:
+def _trees(base_layers: BaseLayers) -> list[str]:
     """The directories of its upper layers, parents first."""
-    trees = ["root", "work", "usr", "usrwork"] if foundation.usr is not None else ["root", "work"]
-    return trees + [f"root{path}" for path in _mount_points(foundation)]
+    trees = ["root", "work", "usr", "usrwork"] if base_layers.usr is not None else ["root", "work"]
+    return trees + [f"root{path}" for path in _mount_points(base_layers)]
 
 
-def _mount_points(foundation: Foundation) -> list[str]:
+def _mount_points(base_layers: BaseLayers) -> list[str]:
     """Where something is mounted: made by us in the upper layer, on layers that somebody else has written.
 
     bubblewrap looks for these places while the old root is still there. A link in a layer below would lead it
     out; a directory above it hides the link.
     """
-    if foundation.record == {"base": "host"}:
+    if base_layers.record == {"base": "host"}:
         return []
     wanted: dict[str, None] = {}
     for path in (
         "/dev",
         "/proc",
-        *(("/usr",) if foundation.usr is not None else ()),
-        *(tree.path for tree in foundation.read_only),
+        *(("/usr",) if base_layers.usr is not None else ()),
+        *(tree.path for tree in base_layers.read_only),
     ):
         wanted.update(dict.fromkeys(str(parent) for parent in reversed(PurePath(path).parents)))
         wanted[path] = None

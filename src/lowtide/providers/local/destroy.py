@@ -18,65 +18,68 @@ from pathlib import Path
 
 from lowtide.errors import SandboxUnavailableError
 from lowtide.providers.local import bound_groups, cgroups
-from lowtide.providers.local.sandbox_directory import Place, ProcessMark, start_time
+from lowtide.providers.local.sandbox_directory import ProcessMark, SandboxDirectory, start_time
 from lowtide.providers.local.wait_readable import readable
 from lowtide.trees.remove import remove_tree
 
 _PATIENCE_SECONDS = 20.0
 
 
-def destroy(place: Place, trash: Path, grace_seconds: float) -> bool:
+def destroy(directory: SandboxDirectory, trash: Path, grace_seconds: float) -> bool:
     """True: ended now. False: there was none. Raises SandboxUnavailableError when it could not be confirmed."""
-    if not place.exists():
+    if not directory.exists():
         return False
-    spec = place.spec() or {}
-    killed = stop(place, grace_seconds)
-    return _put_away(place, trash, killed, spec.get("cgroups", []))
+    spec = directory.spec() or {}
+    killed = stop(directory, grace_seconds)
+    return _put_away(directory, trash, killed, spec.get("cgroups", []))
 
 
-async def destroy_on_loop(place: Place, trash: Path, grace_seconds: float) -> bool:
+async def destroy_on_loop(directory: SandboxDirectory, trash: Path, grace_seconds: float) -> bool:
     """The same for a running loop: in a thread only where something inside has to be asked to end first."""
-    if not place.exists():
+    if not directory.exists():
         return False
-    spec = place.spec() or {}
-    outer, inner = place.processes()
+    spec = directory.spec() or {}
+    outer, inner = directory.processes()
     asking = grace_seconds > 0 and inner is not None and (spec.get("command") or not _idle(inner.pid))
     if asking or inner is None or spec.get("cgroups"):
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(None, destroy, place, trash, grace_seconds)
+        return await loop.run_in_executor(None, destroy, directory, trash, grace_seconds)
     fds = _send_kill(outer, inner)
     try:
         async with asyncio.timeout(_PATIENCE_SECONDS):
             for fd in fds:
                 await readable(fd)
     except TimeoutError:
-        raise _not_ended(place.sandbox_id) from None
+        raise _not_ended(directory.sandbox_id) from None
     finally:
         for fd in fds:
             os.close(fd)
-    return _put_away(place, trash, (outer, inner), [])
+    return _put_away(directory, trash, (outer, inner), [])
 
 
 def _put_away(
-    place: Place, trash: Path, killed: tuple[ProcessMark | None, ProcessMark | None], groups: list[str]
+    directory: SandboxDirectory,
+    trash: Path,
+    killed: tuple[ProcessMark | None, ProcessMark | None],
+    groups: list[str],
 ) -> bool:
-    gone = trash / f"{place.sandbox_id}.{os.urandom(4).hex()}"
+    gone = trash / f"{directory.sandbox_id}.{os.urandom(4).hex()}"
     try:
         trash.mkdir(mode=0o700, exist_ok=True)
-        os.rename(place.path, gone)
+        os.rename(directory.path, gone)
     except FileNotFoundError:
         return False  # somebody else ended it at the same time
-    settle(gone, place.sandbox_id, killed, groups)
+    settle(gone, directory.sandbox_id, killed, groups)
     _remover.remove(gone)
     return True
 
 
-def stop(place: Place, grace_seconds: float) -> tuple[ProcessMark | None, ProcessMark | None]:
+def stop(directory: SandboxDirectory, grace_seconds: float) -> tuple[ProcessMark | None, ProcessMark | None]:
     """End its processes and leave its files."""
-    outer, inner = place.processes()
+    outer, inner = directory.processes()
     if grace_seconds > 0 and inner is not None and inner.alive():
-        _ask_to_end(inner, grace_seconds, only_main=bool((place.spec() or {}).get("command")))
-    kill(outer, inner, place.sandbox_id)
+        _ask_to_end(inner, grace_seconds, only_main=bool((directory.spec() or {}).get("command")))
+    kill(outer, inner, directory.sandbox_id)
     return outer, inner
 
 
@@ -88,7 +91,7 @@ def settle(
     A create that was still under way may have written its process down just before the directory was
     taken from it: look again, now that no later one can.
     """
-    later = Place(gone)
+    later = SandboxDirectory(gone)
     deadline = time.monotonic() + 2.0
     while (marks := later.processes())[0] is None and (gone / "pid").exists() and time.monotonic() < deadline:
         time.sleep(0.002)

@@ -12,13 +12,13 @@ from typing import Any
 
 from lowtide.providers.base import STDERR, STDOUT, NetworkMode, ProcessSpec
 from lowtide.providers.local.pause import paused
-from lowtide.providers.local.prerequisites import Workshop
+from lowtide.providers.local.prerequisites import Prerequisites
 from lowtide.providers.local.process import LocalProcess, gone
-from lowtide.providers.local.sandbox_directory import Place, ProcessMark
-from lowtide.providers.local.spawner_client import Message, Porter, Reply, SpawnerClient
+from lowtide.providers.local.sandbox_directory import ProcessMark, SandboxDirectory
+from lowtide.providers.local.spawner_client import CommandStarter, Message, Reply, SpawnerClient
 
 _MARKER = "LOWTIDE_PROCESS"
-_PORTER_SECONDS = 3.0
+_COMMAND_STARTER_SECONDS = 3.0
 _KEPT = b"+"  # as the spawner marks the sandbox's environment
 # Namespaces to join: user, pid, mount, ipc, uts, cgroup; and the network where it is the sandbox's own.
 _NAMESPACES, _FILE_NAMESPACES, _NETWORK = 0x3E020000, 0x10020000, 0x40000000
@@ -27,7 +27,17 @@ _NAMESPACES, _FILE_NAMESPACES, _NETWORK = 0x3E020000, 0x10020000, 0x40000000
 class Known:
     """What entering a live sandbox takes."""
 
-    __slots__ = ("environment", "flags", "inner", "network", "pids", "porter", "procs", "used", "working_dir")
+    __slots__ = (
+        "command_starter",
+        "environment",
+        "flags",
+        "inner",
+        "network",
+        "pids",
+        "procs",
+        "used",
+        "working_dir",
+    )
 
     def __init__(
         self,
@@ -38,27 +48,27 @@ class Known:
         pids: int | None,
         network: bool,
         groups: Sequence[str],
-        porter: Porter | None = None,
+        command_starter: CommandStarter | None = None,
     ) -> None:
         self.inner, self.environment, self.working_dir = inner, environment, working_dir
         self.pids, self.network = pids, network
         self.procs = [f"{group}/cgroup.procs" for group in groups]
         self.flags = _flags(network)
         self.used = 0  # how many commands were started in it from here
-        self.porter = porter
+        self.command_starter = command_starter
 
 
 class Entrance:
     """The way into the sandboxes of one provider."""
 
-    def __init__(self, workshop: Workshop, place_of: Callable[[str], Place]) -> None:
-        self._workshop, self._place_of = workshop, place_of
+    def __init__(self, prerequisites: Prerequisites, directory_of: Callable[[str], SandboxDirectory]) -> None:
+        self._prerequisites, self._directory_of = prerequisites, directory_of
         self._known: dict[str, Known] = {}
         self._null = -1
 
     def add(self, sandbox_id: str, known: Known) -> None:
         self._known[sandbox_id] = known
-        if known.porter is not None:
+        if known.command_starter is not None:
             dismiss_when_idle(known)
 
     def forget(self, sandbox_id: str) -> None:
@@ -76,19 +86,19 @@ class Entrance:
     def awake(self, sandbox_id: str) -> Known:
         """The same; SandboxUnavailableError while it is paused."""
         known = self.known(sandbox_id)
-        if self._place_of(sandbox_id).paused():
+        if self._directory_of(sandbox_id).paused():
             raise paused(sandbox_id)
         return known
 
     def _learn(self, sandbox_id: str) -> Known:
         """A sandbox that another process made."""
-        place = self._place_of(sandbox_id)
-        spec = place.spec()
+        directory = self._directory_of(sandbox_id)
+        spec = directory.spec()
         if spec is None:
             raise gone(sandbox_id, f"there is no sandbox {sandbox_id} any more", reason="deleted")
-        outer, inner = place.processes()
-        if outer is None or inner is None or not place.alive(spec):
-            info = place.info()
+        outer, inner = directory.processes()
+        if outer is None or inner is None or not directory.alive(spec):
+            info = directory.info()
             raise gone(sandbox_id, f"the sandbox has ended: {info.reason if info else 'deleted'}")
         environment = {}
         # Of the outer bwrap, which nothing in the sandbox can reach or make larger.
@@ -107,11 +117,11 @@ class Entrance:
         )
 
     def inside(self, sandbox_id: str) -> Inside:
-        return Inside(self, self._workshop, sandbox_id)
+        return Inside(self, self._prerequisites, sandbox_id)
 
     async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> LocalProcess:
         known = self.awake(sandbox_id)
-        client = await self._workshop.start()
+        client = await self._prerequisites.start()
         pidfd = known.inner.open()
         if pidfd is None:
             raise gone(sandbox_id)
@@ -142,23 +152,23 @@ class Entrance:
                 "cwd": spec.cwd or known.working_dir,
                 "mark": mark,
             }
-            starter: SpawnerClient | Porter = client
+            starter: SpawnerClient | CommandStarter = client
             reply = None
-            porter = await self._porter(client, known, spec, pidfd)
-            if porter is not None:
+            command_starter = await self._command_starter(client, known, spec, pidfd)
+            if command_starter is not None:
                 message["env"] = {**known.environment, **spec.environment, _MARKER: mark}
-                reply, starter = porter.request(message, theirs), porter
+                reply, starter = command_starter.request(message, theirs), command_starter
             if reply is None:
                 message |= {
                     "env": known.environment,
                     "own_env": {**spec.environment, _MARKER: mark},
                     "user": spec.user,
                     "tty": [spec.tty.columns, spec.tty.rows] if spec.tty else None,
-                    "nproc": self._workshop.nproc(known.pids),
+                    "nproc": self._prerequisites.nproc(known.pids),
                     "cgroups": known.procs,
                     "flags": known.flags,
                 }
-                if porter is not None and porter.gone:
+                if command_starter is not None and command_starter.gone:
                     _dismiss(known)
                 reply, starter = await client.request(message, [pidfd, *theirs]), client
         except BaseException:
@@ -181,38 +191,43 @@ class Entrance:
             streams=streams,
             stdin=stdin,
         )
-        if isinstance(starter, Porter):
+        if isinstance(starter, CommandStarter):
             process.count_in(starter)
         if spec.tty is not None:
             await process.terminal_ready()
         return process
 
-    async def _porter(
+    async def _command_starter(
         self, client: SpawnerClient, known: Known, spec: ProcessSpec, pidfd: int
-    ) -> Porter | None:
+    ) -> CommandStarter | None:
         """Whoever starts this command without the spawner, if it is one of those that can be started so.
 
-        From the second command on where none is ready: one alone is started faster than a porter. Not where a cgroup limits the
-        sandbox: the porter would use up a part, and could be the one that is killed for want of memory. Not for
-        an ordinary user, whose commands are executed by way of a sealed file.
+        From the second command on where none is ready: one alone is started faster than a command starter. Not
+        where a cgroup limits the sandbox: the command starter would use up a part, and could be the one that is
+        killed for want of memory. Not for an ordinary user, whose commands are executed by way of a sealed file.
         """
         known.used += 1
         plain = (
-            spec.tty is None and spec.user is None and not known.procs and self._workshop.owner is not None
+            spec.tty is None
+            and spec.user is None
+            and not known.procs
+            and self._prerequisites.owner is not None
         )
-        if not plain or (known.used == 1 and known.porter is None and not client.porter_ready):
+        if not plain or (
+            known.used == 1 and known.command_starter is None and not client.command_starter_ready
+        ):
             return None
-        if known.porter is None:
-            message = porter_message(self._workshop, network=known.network, pids=known.pids)
-            known.porter = await client.porter(message, pidfd)
+        if known.command_starter is None:
+            message = command_starter_message(self._prerequisites, network=known.network, pids=known.pids)
+            known.command_starter = await client.command_starter(message, pidfd)
             dismiss_when_idle(known)
-        return known.porter
+        return known.command_starter
 
     def _pipe(self, *, write_here: bool) -> tuple[int, int]:
         """A pipe; the sandbox's end belongs to its root, so that /dev/stdout can be opened again."""
         read, write = os.pipe()
         os.set_blocking(write if write_here else read, False)
-        owner = self._workshop.owner
+        owner = self._prerequisites.owner
         if owner is not None:
             os.fchown(read, owner, owner)
         return read, write
@@ -229,15 +244,15 @@ def _flags(network: bool) -> int:
     return _NAMESPACES | (0 if network else _NETWORK)
 
 
-def porter_message(workshop: Workshop, *, network: bool, pids: int | None) -> Message:
-    """What a porter has to know of its sandbox."""
-    return {"flags": _flags(network), "nproc": workshop.nproc(pids)}
+def command_starter_message(prerequisites: Prerequisites, *, network: bool, pids: int | None) -> Message:
+    """What a command starter has to know of its sandbox."""
+    return {"flags": _flags(network), "nproc": prerequisites.nproc(pids)}
 
 
 def _dismiss(known: Known) -> None:
-    porter, known.porter = known.porter, None
-    if porter is not None:
-        porter.close()
+    command_starter, known.command_starter = known.command_starter, None
+    if command_starter is not None:
+        command_starter.close()
 
 
 def dismiss_when_idle(known: Known) -> None:
@@ -245,23 +260,23 @@ def dismiss_when_idle(known: Known) -> None:
     used = known.used
 
     def look() -> None:
-        if known.porter is not None and known.used == used and not known.porter.running:
+        if known.command_starter is not None and known.used == used and not known.command_starter.running:
             _dismiss(known)
-        elif known.porter is not None:
+        elif known.command_starter is not None:
             dismiss_when_idle(known)
 
-    asyncio.get_running_loop().call_later(_PORTER_SECONDS, look)
+    asyncio.get_running_loop().call_later(_COMMAND_STARTER_SECONDS, look)
 
 
 class Inside:
     """Runs the spawner's calls in one sandbox."""
 
-    def __init__(self, entrance: Entrance, workshop: Workshop, sandbox_id: str) -> None:
-        self._entrance, self._workshop, self.sandbox_id = entrance, workshop, sandbox_id
+    def __init__(self, entrance: Entrance, prerequisites: Prerequisites, sandbox_id: str) -> None:
+        self._entrance, self._prerequisites, self.sandbox_id = entrance, prerequisites, sandbox_id
 
     async def __call__(self, call: str, fds: list[int], **details: Any) -> Reply:
         known = self._entrance.known(self.sandbox_id)
-        client = await self._workshop.start()
+        client = await self._prerequisites.start()
         pidfd = known.inner.open()
         if pidfd is None:
             raise gone(self.sandbox_id)

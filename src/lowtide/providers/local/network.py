@@ -6,16 +6,18 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from lowtide.providers.local import files
-from lowtide.providers.local.sandbox_directory import Place, ProcessMark
+from lowtide.providers.local.sandbox_directory import ProcessMark, SandboxDirectory
 from lowtide.providers.network import start
 from lowtide.providers.network.names import RESOLVER_FILE
 
 
-async def open_way(place: Place, inner: ProcessMark, allow: tuple[str, ...], inside: files.Caller) -> None:
+async def open_way(
+    directory: SandboxDirectory, inner: ProcessMark, allow: tuple[str, ...], inside: files.Caller
+) -> None:
     """Serve its network. The proxy ends by itself with `inner`, and is written down so that a destroy can be sure."""
-    served = await start.start("local", place.sandbox_id, inner.pid, inner.start_time, allow)
+    served = await start.start("local", directory.sandbox_id, inner.pid, inner.start_time, allow)
     with contextlib.suppress(FileNotFoundError):  # destroyed meanwhile: the caller looks
-        place.set_proxy(ProcessMark(served.pid, served.start_time))
+        directory.set_proxy(ProcessMark(served.pid, served.start_time))
     await files.write_file(inside, "/etc/resolv.conf", _once(RESOLVER_FILE), 0o644)
 
 

@@ -9,7 +9,7 @@ import time
 
 from lowtide.errors import SandboxUnavailableError
 from lowtide.providers.local.destroy import members, state
-from lowtide.providers.local.sandbox_directory import Place, ProcessMark
+from lowtide.providers.local.sandbox_directory import ProcessMark, SandboxDirectory
 
 _PATIENCE_SECONDS = 10.0
 _MOMENT_SECONDS = 0.25
@@ -19,25 +19,25 @@ _ASLEEP = (*_STOPPED, "D")
 until its new child has begun its program (vfork), which a child that was stopped first never does."""
 
 
-def pause(place: Place, inner: ProcessMark) -> None:
+def pause(directory: SandboxDirectory, inner: ProcessMark) -> None:
     """Returns when nothing in it runs. What is stopped cannot fork, so looking again finds what was missed."""
-    place.set_paused(True)
+    directory.set_paused(True)
     began = time.monotonic()
     while running := [pid for pid in _own(inner) if _state(pid) not in _STOPPED]:
         waited = time.monotonic() - began
         if waited > _MOMENT_SECONDS and all(_state(pid) in _ASLEEP for pid in running):
             return
         if waited > _PATIENCE_SECONDS:
-            resume(place, inner)
+            resume(directory, inner)
             raise SandboxUnavailableError(
-                "its processes do not stop", provider="local", sandbox_id=place.sandbox_id, retryable=True
+                "its processes do not stop", provider="local", sandbox_id=directory.sandbox_id, retryable=True
             )
         _send(running, signal.SIGSTOP)
         time.sleep(0.002)
 
 
-def resume(place: Place, inner: ProcessMark) -> None:
-    place.set_paused(False)
+def resume(directory: SandboxDirectory, inner: ProcessMark) -> None:
+    directory.set_paused(False)
     _send(_own(inner), signal.SIGCONT)
 
 

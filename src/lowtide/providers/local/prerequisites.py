@@ -23,7 +23,7 @@ from lowtide.providers.local import (
     seccomp,
     skeleton,
 )
-from lowtide.providers.local.base_layers import Foundation
+from lowtide.providers.local.base_layers import BaseLayers
 from lowtide.providers.local.bound import Bound
 from lowtide.providers.local.snapshots import SnapshotStore
 from lowtide.providers.local.spawner_client import SpawnerClient
@@ -37,7 +37,7 @@ DEFAULT_PIDS = 1024
 _STAGING_POINTS = ["/mnt", "/media", "/srv", "/opt", "/var/lib"]
 
 
-class Workshop:
+class Prerequisites:
     """Made ready on first use; one per provider."""
 
     def __init__(
@@ -117,23 +117,23 @@ class Workshop:
         self._masks = python_trees.Masks(self.home / "base" / "masks", self.owner)
         destroy.sweep_trash(self.home / "trash")
 
-    async def foundation(self, spec: SandboxSpec) -> Foundation:
+    async def base_layers(self, spec: SandboxSpec) -> BaseLayers:
         if spec.snapshot is not None:
-            return await asyncio.to_thread(self.snapshots.foundation, spec.snapshot, self._base)
+            return await asyncio.to_thread(self.snapshots.base_layers, spec.snapshot, self._base)
         if spec.image is None:
             return self._base(None)
         return await asyncio.to_thread(self._base, spec.image)
 
-    def _base(self, image: str | None) -> Foundation:
-        """The foundation without snapshots: an image, or this machine."""
-        found = container_image.foundation(self.images, image) if image is not None else None
+    def _base(self, image: str | None) -> BaseLayers:
+        """The layers without snapshots: an image, or this machine."""
+        found = container_image.base_layers(self.images, image) if image is not None else None
         if found is not None:
             return found
         skeleton = self._skeleton
         if skeleton is None:
             raise SandboxUnavailableError("the provider was closed", provider="local")
         owned = (skeleton.usr,) if self.client is None or not self.client.idmapped else ()
-        return Foundation(
+        return BaseLayers(
             root=(skeleton.root,),
             usr=("/usr", *owned),
             read_only=self._masks.masked() if self._masks is not None else (),

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from lowtide.errors import ResourceExhaustedError, SandboxFailedError, SandboxGone, SandboxUnavailableError
 from lowtide.providers.base import STDERR, STDOUT, TerminalSize
 from lowtide.providers.local.sandbox_directory import ProcessMark
-from lowtide.providers.local.spawner_client import Message, Porter, Reply, SpawnerClient
+from lowtide.providers.local.spawner_client import CommandStarter, Message, Reply, SpawnerClient
 
 _CHUNK = 1 << 16
 
@@ -26,7 +26,7 @@ class LocalProcess:
         self,
         *,
         client: SpawnerClient,
-        starter: SpawnerClient | Porter,
+        starter: SpawnerClient | CommandStarter,
         reply: Reply,
         key: int,
         mark: str,
@@ -47,12 +47,12 @@ class LocalProcess:
         self._wake: asyncio.Event = asyncio.Event()
         self._loop.add_reader(reply.socket.fileno(), self._on_reply)
 
-    def count_in(self, porter: Porter) -> None:
+    def count_in(self, command_starter: CommandStarter) -> None:
         """It must stay while this one runs."""
-        porter.running += 1
+        command_starter.running += 1
 
         def ended(_: object) -> None:
-            porter.running -= 1
+            command_starter.running -= 1
 
         self._exit.add_done_callback(ended)
 

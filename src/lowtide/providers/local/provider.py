@@ -31,9 +31,14 @@ from lowtide.providers.local.bound import Bound
 from lowtide.providers.local.create import Launch, Room
 from lowtide.providers.local.enter import Entrance, Known
 from lowtide.providers.local.ports import Forwarder
-from lowtide.providers.local.prerequisites import Workshop
+from lowtide.providers.local.prerequisites import Prerequisites
 from lowtide.providers.local.process import gone
-from lowtide.providers.local.sandbox_directory import Place, ProcessMark, places, valid_id
+from lowtide.providers.local.sandbox_directory import (
+    ProcessMark,
+    SandboxDirectory,
+    sandbox_directories,
+    valid_id,
+)
 from lowtide.providers.local.snapshots import SnapshotStore
 from lowtide.providers.local.spawner_client import SpawnerClient
 
@@ -82,18 +87,18 @@ class LocalProvider:
             key: value for key in ("LOWTIDE_HOME", "LOWTIDE_BWRAP") if (value := environ.get(key)) is not None
         }
         self._environ["LOWTIDE_HOME"] = str(home)
-        self._workshop = Workshop(self.home, self._environ, options)
-        self._entrance = Entrance(self._workshop, self._place)
-        self._rooms = rooms.Rooms(self._workshop)
+        self._prerequisites = Prerequisites(self.home, self._environ, options)
+        self._entrance = Entrance(self._prerequisites, self._directory)
+        self._rooms = rooms.Rooms(self._prerequisites)
         self._forwarders: dict[tuple[str, int], tuple[Forwarder, int]] = {}
 
     @property
     def images(self) -> ImageStore:
-        return self._workshop.images
+        return self._prerequisites.images
 
     @property
     def snapshots(self) -> SnapshotStore:
-        return self._workshop.snapshots
+        return self._prerequisites.snapshots
 
     @classmethod
     def connect(cls, environ: Mapping[str, str], options: Mapping[str, Any] | None = None) -> Self:
@@ -115,7 +120,7 @@ class LocalProvider:
 
     async def create(self, spec: SandboxSpec) -> SandboxInfo:
         with nothing_sent():
-            place = self._place(spec.lease_id)
+            directory = self._directory(spec.lease_id)
             if not seccomp.supported() or first.program() is None:
                 raise UnsupportedError(
                     f"the local provider does not know this machine's architecture ({os.uname().machine})",
@@ -123,9 +128,9 @@ class LocalProvider:
                     feature="architecture",
                     alternative="the docker provider",
                 )
-            client = await self._workshop.start()
-            foundation = await self._workshop.foundation(spec)
-        launch = Launch(self._workshop, client, place, spec, foundation)
+            client = await self._prerequisites.start()
+            base_layers = await self._prerequisites.base_layers(spec)
+        launch = Launch(self._prerequisites, client, directory, spec, base_layers)
         if not launch.reserve():
             return await self.get(spec.lease_id)
         try:
@@ -140,15 +145,17 @@ class LocalProvider:
                 from lowtide.providers.local import network
 
                 await network.open_way(
-                    place, inner, spec.network.allow, self._entrance.inside(place.sandbox_id)
+                    directory, inner, spec.network.allow, self._entrance.inside(directory.sandbox_id)
                 )
         except BaseException:
-            self._entrance.forget(place.sandbox_id)
-            await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._destroy, place, 0.0))
+            self._entrance.forget(directory.sandbox_id)
+            await asyncio.shield(
+                asyncio.get_running_loop().run_in_executor(None, self._destroy, directory, 0.0)
+            )
             raise
-        info = launch.info() if inner.start_time else place.info()
-        if info is None or not place.exists():
-            raise gone(place.sandbox_id, "the sandbox was ended while it was made")
+        info = launch.info() if inner.start_time else directory.info()
+        if info is None or not directory.exists():
+            raise gone(directory.sandbox_id, "the sandbox was ended while it was made")
         asyncio.get_running_loop().call_later(_AFTER_CREATE_SECONDS, self._prepare, client)
         return info
 
@@ -160,13 +167,13 @@ class LocalProvider:
             pids=launch.spec.limits.pids,
             network=launch.network,
             groups=[str(group.path) for group in launch.groups],
-            porter=room.porter if room is not None else None,
+            command_starter=room.command_starter if room is not None else None,
         )
-        self._entrance.add(launch.place.sandbox_id, known)
+        self._entrance.add(launch.directory.sandbox_id, known)
 
     def _prepare(self, client: SpawnerClient | None) -> None:
         """Have something ready for the next create."""
-        if client is None or client is not self._workshop.client or not client.running:
+        if client is None or client is not self._prerequisites.client or not client.running:
             return
         if not self._rooms.prepare():
             preparing = asyncio.ensure_future(client.prepare())
@@ -175,15 +182,15 @@ class LocalProvider:
     # ------------------------------------------------------------ find, list, destroy
 
     async def find(self, spec: SandboxSpec) -> SandboxInfo | None:
-        place = self._place(spec.lease_id)
-        info = place.info()
-        if info is None and place.exists():
+        directory = self._directory(spec.lease_id)
+        info = directory.info()
+        if info is None and directory.exists():
             # Its maker died between the directory and what is written in it.
             info = SandboxInfo(sandbox_id=spec.lease_id, state=SandboxState.PENDING)
         return info
 
     async def get(self, sandbox_id: str) -> SandboxInfo:
-        info = self._place(sandbox_id).info()
+        info = self._directory(sandbox_id).info()
         if info is None:
             raise SandboxNotFoundError(
                 f"there is no sandbox {sandbox_id}", provider="local", sandbox_id=sandbox_id
@@ -202,24 +209,24 @@ class LocalProvider:
 
     async def list(self, labels: Mapping[str, str]) -> AsyncIterator[SandboxInfo]:
         wanted = labels.items()
-        for place in places(self.home / "sandboxes"):
-            info = place.info()
+        for directory in sandbox_directories(self.home / "sandboxes"):
+            info = directory.info()
             if info is not None and wanted <= info.labels.items():
                 yield info
 
     async def destroy(self, sandbox_id: str, *, grace_seconds: float = 0.0) -> bool:
         if not valid_id(sandbox_id):
             return False  # nothing can have this id
-        place = self._place(sandbox_id)
+        directory = self._directory(sandbox_id)
         self._entrance.forget(sandbox_id)
         for key in [key for key in self._forwarders if key[0] == sandbox_id]:
             self._forwarders.pop(key)[0].close()
-        ended = await destroy.destroy_on_loop(place, self.home / "trash", grace_seconds)
-        asyncio.get_running_loop().call_later(_AFTER_END_SECONDS, self._prepare, self._workshop.client)
+        ended = await destroy.destroy_on_loop(directory, self.home / "trash", grace_seconds)
+        asyncio.get_running_loop().call_later(_AFTER_END_SECONDS, self._prepare, self._prerequisites.client)
         return ended
 
-    def _destroy(self, place: Place, grace_seconds: float) -> bool:
-        return destroy.destroy(place, self.home / "trash", grace_seconds)
+    def _destroy(self, directory: SandboxDirectory, grace_seconds: float) -> bool:
+        return destroy.destroy(directory, self.home / "trash", grace_seconds)
 
     # ------------------------------------------------------------ commands
 
@@ -293,28 +300,28 @@ class LocalProvider:
         await asyncio.to_thread(self._while_alive, pause.resume, sandbox_id, inner)
 
     def _while_alive(
-        self, work: Callable[[Place, ProcessMark], None], sandbox_id: str, inner: ProcessMark
+        self, work: Callable[[SandboxDirectory, ProcessMark], None], sandbox_id: str, inner: ProcessMark
     ) -> None:
         try:
             if inner.alive():
-                return work(self._place(sandbox_id), inner)
+                return work(self._directory(sandbox_id), inner)
         except FileNotFoundError:
             pass  # destroyed meanwhile
         raise gone(sandbox_id)
 
     async def snapshot(self, sandbox_id: str, name: str) -> str:
-        place = self._place(sandbox_id)
-        spec = place.spec()
+        directory = self._directory(sandbox_id)
+        spec = directory.spec()
         if spec is None:
             raise SandboxNotFoundError(
                 f"there is no sandbox {sandbox_id}", provider="local", sandbox_id=sandbox_id
             )
-        return await asyncio.to_thread(self.snapshots.take, place, spec, name, _upper(place, spec))
+        return await asyncio.to_thread(self.snapshots.take, directory, spec, name, _upper(directory, spec))
 
     async def snapshot_and_destroy(self, sandbox_id: str, name: str, *, grace_seconds: float = 0.0) -> str:
         """The same as both calls, without the copy: the layers change their owner."""
-        place = self._place(sandbox_id)
-        spec = place.spec()
+        directory = self._directory(sandbox_id)
+        spec = directory.spec()
         if spec is None:
             raise SandboxNotFoundError(
                 f"there is no sandbox {sandbox_id}", provider="local", sandbox_id=sandbox_id
@@ -322,13 +329,15 @@ class LocalProvider:
         if spec["disk"]:
             taken = await self.snapshot(sandbox_id, name)
         else:
-            taken = await asyncio.to_thread(self._stop_and_take, place, spec, name, grace_seconds)
+            taken = await asyncio.to_thread(self._stop_and_take, directory, spec, name, grace_seconds)
         await self.destroy(sandbox_id)
         return taken
 
-    def _stop_and_take(self, place: Place, spec: dict[str, Any], name: str, grace_seconds: float) -> str:
-        destroy.stop(place, grace_seconds)
-        return self.snapshots.take(place, spec, name, str(place.path), move=True)
+    def _stop_and_take(
+        self, directory: SandboxDirectory, spec: dict[str, Any], name: str, grace_seconds: float
+    ) -> str:
+        destroy.stop(directory, grace_seconds)
+        return self.snapshots.take(directory, spec, name, str(directory.path), move=True)
 
     async def delete_snapshot(self, snapshot_id: str) -> bool:
         return await asyncio.to_thread(self.snapshots.delete, snapshot_id, self.home / "sandboxes")
@@ -341,7 +350,7 @@ class LocalProvider:
             forwarder.close()
         self._forwarders.clear()
         await self._rooms.aclose()
-        self._workshop.close()
+        self._prerequisites.close()
         self._entrance.close()
         await asyncio.to_thread(self._tidy)
 
@@ -350,24 +359,24 @@ class LocalProvider:
         rooms_on_disk.sweep(self.home)
         destroy.sweep_trash(self.home / "trash")
         destroy.wait_removed()
-        if not any(places(self.home / "sandboxes")):
+        if not any(sandbox_directories(self.home / "sandboxes")):
             bound_groups.release(bound_groups.left_over(self.home), _RELEASE_SECONDS)
 
-    def _place(self, sandbox_id: str) -> Place:
+    def _directory(self, sandbox_id: str) -> SandboxDirectory:
         if not valid_id(sandbox_id):
             raise SandboxNotFoundError(
                 f"there is no sandbox {sandbox_id!r}", provider="local", sandbox_id=sandbox_id
             )
-        return Place(self.home / "sandboxes" / sandbox_id)
+        return SandboxDirectory(self.home / "sandboxes" / sandbox_id)
 
 
-def _upper(place: Place, spec: Mapping[str, Any]) -> str:
+def _upper(directory: SandboxDirectory, spec: Mapping[str, Any]) -> str:
     """Where its upper layers can be read: a disk of its own is mounted only where its processes are."""
-    outer, _ = place.processes()
+    outer, _ = directory.processes()
     if not spec["disk"]:
-        return str(place.path)
+        return str(directory.path)
     if outer is None or not outer.alive():
-        raise gone(place.sandbox_id, "the sandbox has ended, and the disk of a fixed size with it")
+        raise gone(directory.sandbox_id, "the sandbox has ended, and the disk of a fixed size with it")
     return f"/proc/{outer.pid}/root{spec['disk']}"
 
 

@@ -20,9 +20,9 @@ from lowtide.errors import LowtideError
 from lowtide.providers.base import Labels
 from lowtide.providers.local import destroy, rooms_on_disk
 from lowtide.providers.local.create import Launch, Room
-from lowtide.providers.local.enter import porter_message
-from lowtide.providers.local.prerequisites import Workshop
-from lowtide.providers.local.sandbox_directory import Place
+from lowtide.providers.local.enter import command_starter_message
+from lowtide.providers.local.prerequisites import Prerequisites
+from lowtide.providers.local.sandbox_directory import SandboxDirectory
 
 _all: weakref.WeakSet[Rooms] = weakref.WeakSet()
 
@@ -30,8 +30,8 @@ _all: weakref.WeakSet[Rooms] = weakref.WeakSet()
 class Rooms:
     """At most one room, for sandboxes like the last two that were made."""
 
-    def __init__(self, workshop: Workshop) -> None:
-        self._workshop = workshop
+    def __init__(self, prerequisites: Prerequisites) -> None:
+        self._prerequisites = prerequisites
         self._last: Launch | None = None
         self._again = False
         self._room: Room | None = None
@@ -83,55 +83,55 @@ class Rooms:
     async def _make(self, like: Launch) -> None:
         shape = like.shape
         assert shape is not None
-        place = Place(rooms_on_disk.own(self._workshop.home) / os.urandom(8).hex())
-        spec = replace(like.spec, labels=Labels(lease_id=place.sandbox_id, ledger_id="", owner=""))
-        launch = Launch(self._workshop, like.client, place, spec, like.foundation)
+        directory = SandboxDirectory(rooms_on_disk.own(self._prerequisites.home) / os.urandom(8).hex())
+        spec = replace(like.spec, labels=Labels(lease_id=directory.sandbox_id, ledger_id="", owner=""))
+        launch = Launch(self._prerequisites, like.client, directory, spec, like.base_layers)
         near, far = socket.socketpair()
         try:
-            if not place.path.parent.exists():
-                await asyncio.to_thread(rooms_on_disk.sweep, self._workshop.home)
+            if not directory.path.parent.exists():
+                await asyncio.to_thread(rooms_on_disk.sweep, self._prerequisites.home)
             # Here and not in the thread, which goes on when this is cancelled.
-            for path in (place.path.parent.parent, place.path.parent):
+            for path in (directory.path.parent.parent, directory.path.parent):
                 path.mkdir(mode=0o711, exist_ok=True)  # passable, as the directory of the sandboxes is
             launch.reserve()
             launch.furnish()
             inner = await launch.run(leash=(os.dup(near.fileno()), far.detach()))
-            room = Room(shape=shape, place=place, inner=inner, leash=near)
+            room = Room(shape=shape, directory=directory, inner=inner, leash=near)
         except BaseException:
             near.close()
             far.close()
-            self._put_away(place)
+            self._put_away(directory)
             raise
-        if self._workshop.client is not like.client:  # closed meanwhile
+        if self._prerequisites.client is not like.client:  # closed meanwhile
             self._discard(room)
             return
         self._room = room
         await self._open_door(room, like)
 
     async def _open_door(self, room: Room, like: Launch) -> None:
-        """Have a porter at its door, so that the first command is as fast as the others."""
+        """Have a command starter at its door, so that the first command is as fast as the others."""
         pidfd = room.inner.open()
-        if self._workshop.owner is None or pidfd is None:
+        if self._prerequisites.owner is None or pidfd is None:
             return
         try:
-            message = porter_message(self._workshop, network=like.network, pids=None)
-            porter = await like.client.porter(message, pidfd)
+            message = command_starter_message(self._prerequisites, network=like.network, pids=None)
+            command_starter = await like.client.command_starter(message, pidfd)
         except (OSError, LowtideError):
             return
         finally:
             os.close(pidfd)
         if self._room is room:
-            room.porter = porter
+            room.command_starter = command_starter
         else:
-            porter.close()  # somebody was faster, and has one of its own
+            command_starter.close()  # somebody was faster, and has one of its own
 
     def _discard(self, room: Room) -> None:
         room.close()
-        self._put_away(room.place)
+        self._put_away(room.directory)
 
-    def _put_away(self, place: Place) -> None:
-        trash = self._workshop.home / "trash"
-        removing = asyncio.get_running_loop().run_in_executor(None, destroy.destroy, place, trash, 0.0)
+    def _put_away(self, directory: SandboxDirectory) -> None:
+        trash = self._prerequisites.home / "trash"
+        removing = asyncio.get_running_loop().run_in_executor(None, destroy.destroy, directory, trash, 0.0)
         self._leaving.add(removing)
         removing.add_done_callback(self._leaving.discard)
 
@@ -146,7 +146,7 @@ class Rooms:
             self._discard(room)
         await asyncio.gather(*self._leaving, return_exceptions=True)
         with contextlib.suppress(OSError):
-            os.rmdir(rooms_on_disk.own(self._workshop.home))
+            os.rmdir(rooms_on_disk.own(self._prerequisites.home))
 
     def close_at_exit(self) -> None:
         self._last, self._again = None, False  # the loop still runs, and would make the next one
@@ -154,9 +154,9 @@ class Rooms:
         if room is not None:
             room.close()
             with contextlib.suppress(OSError, LowtideError):
-                destroy.destroy(room.place, self._workshop.home / "trash", 0.0)
+                destroy.destroy(room.directory, self._prerequisites.home / "trash", 0.0)
             with contextlib.suppress(OSError):
-                os.rmdir(room.place.path.parent)
+                os.rmdir(room.directory.path.parent)
 
     def forget(self) -> None:
         """In a forked child: it is the parent's."""

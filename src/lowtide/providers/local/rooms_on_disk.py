@@ -9,7 +9,12 @@ from pathlib import Path
 from lowtide import machine
 from lowtide.errors import LowtideError
 from lowtide.providers.local import destroy
-from lowtide.providers.local.sandbox_directory import Place, ProcessMark, places, start_time
+from lowtide.providers.local.sandbox_directory import (
+    ProcessMark,
+    SandboxDirectory,
+    sandbox_directories,
+    start_time,
+)
 
 
 def own(home: Path) -> Path:
@@ -19,8 +24,8 @@ def own(home: Path) -> Path:
 
 def sweep(home: Path) -> None:
     """Remove the rooms of processes that are gone. Those of other containers cannot be seen from here."""
-    for directory in _directories(home):
-        pid, _, rest = directory.name.partition(".")
+    for owned in _directories(home):
+        pid, _, rest = owned.name.partition(".")
         start, _, where = rest.partition(".")
         if (
             where not in (_namespace(), "")  # an earlier version did not write it down
@@ -28,22 +33,22 @@ def sweep(home: Path) -> None:
             or ProcessMark(int(pid), int(start)).alive()
         ):
             continue
-        for place in places(directory):
-            _remove(home, place)
+        for directory in sandbox_directories(owned):
+            _remove(home, directory)
         with contextlib.suppress(OSError):
-            os.rmdir(directory)
+            os.rmdir(owned)
 
 
 def clear(home: Path, image: str) -> None:
     """Remove every room on that image, whichever process made it: nobody lives there yet."""
-    for directory in _directories(home):
-        for place in places(directory):
-            if (place.spec() or {}).get("foundation", {}).get("base") != image:
+    for owned in _directories(home):
+        for directory in sandbox_directories(owned):
+            if (directory.spec() or {}).get("foundation", {}).get("base") != image:
                 continue
             # Taken away first and ended then: who has moved in by now keeps it, who comes now finds none.
-            claimed = Place(place.path.with_name(os.urandom(8).hex()))
+            claimed = SandboxDirectory(directory.path.with_name(os.urandom(8).hex()))
             with contextlib.suppress(FileNotFoundError):
-                os.rename(place.path, claimed.path)
+                os.rename(directory.path, claimed.path)
                 _remove(home, claimed)
 
 
@@ -58,6 +63,6 @@ def _directories(home: Path) -> list[Path]:
         return []
 
 
-def _remove(home: Path, place: Place) -> None:
+def _remove(home: Path, directory: SandboxDirectory) -> None:
     with contextlib.suppress(OSError, LowtideError):
-        destroy.destroy(place, home / "trash", 0.0)
+        destroy.destroy(directory, home / "trash", 0.0)

@@ -61,7 +61,7 @@ class ProcessMark:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SandboxDirectory:
     """`LOWTIDE_HOME/local/sandboxes/<sandbox id>`."""
 
     path: Path
@@ -196,14 +196,14 @@ def valid_id(sandbox_id: str) -> bool:
     return 0 < len(sandbox_id) <= 128 and set(sandbox_id) <= _NAME_LETTERS and not sandbox_id.startswith(".")
 
 
-def places(sandboxes: Path) -> Iterator[Place]:
+def sandbox_directories(sandboxes: Path) -> Iterator[SandboxDirectory]:
     try:
         names = sorted(os.listdir(sandboxes))
     except FileNotFoundError:
         return
     for name in names:
         if valid_id(name):
-            yield Place(sandboxes / name)
+            yield SandboxDirectory(sandboxes / name)
 
 
 def start_time(pid: int) -> int | None:

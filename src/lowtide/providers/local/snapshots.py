@@ -13,8 +13,8 @@ from typing import Any
 
 from lowtide import arguments
 from lowtide.errors import SandboxNotFoundError, ValidationError
-from lowtide.providers.local.base_layers import Foundation
-from lowtide.providers.local.sandbox_directory import Place, places, valid_id
+from lowtide.providers.local.base_layers import BaseLayers
+from lowtide.providers.local.sandbox_directory import SandboxDirectory, sandbox_directories, valid_id
 from lowtide.trees.copy import copy_tree
 from lowtide.trees.remove import remove_tree
 
@@ -25,7 +25,15 @@ class SnapshotStore:
     def __init__(self, directory: Path, owner: int | None) -> None:
         self.directory, self._owner = directory, owner
 
-    def take(self, place: Place, spec: dict[str, Any], name: str, top: str, *, move: bool = False) -> str:
+    def take(
+        self,
+        sandbox_directory: SandboxDirectory,
+        spec: dict[str, Any],
+        name: str,
+        top: str,
+        *,
+        move: bool = False,
+    ) -> str:
         """Keep what the sandbox has changed. `move`: it has ended and needs it no more.
 
         Of a running sandbox this is a copy while it runs: what it writes meanwhile may be in or not.
@@ -60,7 +68,7 @@ class SnapshotStore:
             raise
         return snapshot_id
 
-    def foundation(self, snapshot_id: str, base: Callable[[str | None], Foundation]) -> Foundation:
+    def base_layers(self, snapshot_id: str, base: Callable[[str | None], BaseLayers]) -> BaseLayers:
         manifest = self._manifest(snapshot_id)
         if manifest is None:
             raise SandboxNotFoundError(f"there is no snapshot {snapshot_id}", provider="local")
@@ -74,7 +82,7 @@ class SnapshotStore:
             )
         roots = [str(self.directory / link / "root") for link in chain]
         usrs = [str(self.directory / link / "usr") for link in chain]
-        return Foundation(
+        return BaseLayers(
             root=(*below.root, *roots),
             usr=None if below.usr is None else (*below.usr, *usrs),
             read_only=below.read_only,
@@ -105,9 +113,9 @@ class SnapshotStore:
 
     def _users(self, snapshot_id: str, sandboxes: Path) -> list[str]:
         users = [
-            place.sandbox_id
-            for place in places(sandboxes)
-            if snapshot_id in (place.spec() or {}).get("foundation", {}).get("snapshots", [])
+            sandbox_directory.sandbox_id
+            for sandbox_directory in sandbox_directories(sandboxes)
+            if snapshot_id in (sandbox_directory.spec() or {}).get("foundation", {}).get("snapshots", [])
         ]
         for other in self.names():
             manifest = self._manifest(other)

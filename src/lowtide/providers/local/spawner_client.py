@@ -23,7 +23,7 @@ from lowtide.providers.local.wait_readable import readable
 _LONGEST = 60_000  # bytes that surely fit one packet
 Message = dict[str, Any]
 _clients: weakref.WeakSet[SpawnerClient] = weakref.WeakSet()
-_porters: weakref.WeakSet[Porter] = weakref.WeakSet()
+_command_starters: weakref.WeakSet[CommandStarter] = weakref.WeakSet()
 
 
 class Reply:
@@ -75,7 +75,7 @@ class SpawnerClient:
         self._keys = itertools.count(1)
         self._spare: socket.socket | None = None  # to a process that waits to become a sandbox
         self._asked: Reply | None = None  # for the next one
-        self._spare_porter: Porter | None = None
+        self._spare_command_starter: CommandStarter | None = None
         self.staged: dict[str, str] = {}
         self.idmapped = False
         _clients.add(self)
@@ -171,8 +171,10 @@ class SpawnerClient:
         if self.running and self._asked is None and self._spare is None:
             self._asked = await self.request({"op": "spare"}, [])
             asyncio.get_running_loop().add_reader(self._asked.socket.fileno(), self._take_spare)
-        if self.running and self._spare_porter is None and self._configuration["base"] is not None:
-            self._spare_porter = Porter((await self.request({"op": "porter"}, [])).socket)
+        if self.running and self._spare_command_starter is None and self._configuration["base"] is not None:
+            self._spare_command_starter = CommandStarter(
+                (await self.request({"op": "command_starter"}, [])).socket
+            )
 
     def _take_spare(self) -> None:
         asked = self._asked
@@ -200,19 +202,19 @@ class SpawnerClient:
         """Send one request that has no answer."""
         await self._send(message, [])
 
-    async def porter(self, message: Message, pidfd: int) -> Porter:
+    async def command_starter(self, message: Message, pidfd: int) -> CommandStarter:
         """A process at the door of one sandbox, which starts commands there faster than the spawner does."""
-        porter, self._spare_porter = self._spare_porter, None
-        if porter is not None:
-            if porter.enter(message, pidfd):
-                return porter
-            porter.close()
-        return Porter((await self.request({"op": "porter", **message}, [pidfd])).socket)
+        command_starter, self._spare_command_starter = self._spare_command_starter, None
+        if command_starter is not None:
+            if command_starter.enter(message, pidfd):
+                return command_starter
+            command_starter.close()
+        return CommandStarter((await self.request({"op": "command_starter", **message}, [pidfd])).socket)
 
     @property
-    def porter_ready(self) -> bool:
+    def command_starter_ready(self) -> bool:
         """Whether one waits for its sandbox."""
-        return self._spare_porter is not None
+        return self._spare_command_starter is not None
 
     async def _send(self, message: Message, fds: Sequence[int]) -> None:
         control = self._control
@@ -237,8 +239,8 @@ class SpawnerClient:
         self._lock = None
         self._stop_asking()
         spare, self._spare = self._spare, None
-        porter, self._spare_porter = self._spare_porter, None
-        for sock in (control, spare, porter):
+        command_starter, self._spare_command_starter = self._spare_command_starter, None
+        for sock in (control, spare, command_starter):
             if sock is not None:
                 sock.close()
         if pid:
@@ -246,16 +248,16 @@ class SpawnerClient:
 
     def forget(self) -> None:
         """In a forked child: it is the parent's."""
-        held = (self._control, self._spare, self._asked, self._spare_porter)
+        held = (self._control, self._spare, self._asked, self._spare_command_starter)
         self._control, self._pid, self._lock, self._spare, self._asked = None, 0, None, None, None
         self._configured = False
-        self._spare_porter = None
+        self._spare_command_starter = None
         for sock in held:
             if sock is not None:
                 sock.close()
 
 
-class Porter:
+class CommandStarter:
     """The line to one. It leaves when this is closed and what it has started has ended."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -263,7 +265,7 @@ class Porter:
         self.gone = False
         self.running = 0
         """How many of its commands are being waited for; only it can send them signals."""
-        _porters.add(self)
+        _command_starters.add(self)
 
     def enter(self, message: Message, pidfd: int) -> bool:
         """Tell one that was made beforehand which sandbox is its own."""
@@ -329,8 +331,8 @@ def _hand_over(spare: socket.socket, message: Message, fds: Sequence[int]) -> bo
 def _forget_all() -> None:
     for client in list(_clients):
         client.forget()
-    for porter in list(_porters):
-        porter.close()
+    for command_starter in list(_command_starters):
+        command_starter.close()
 
 
 engine.forget_in_child(_forget_all)

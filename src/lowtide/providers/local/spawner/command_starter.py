@@ -1,4 +1,4 @@
-"""The porter: stays at the door of one sandbox and starts commands in it without a fork of this program.
+"""The command starter: waits outside one sandbox and starts commands in it without a fork of this program.
 
 It has joined the sandbox and restricted itself once, as every command's process would have to; each
 command is then one `posix_spawn`, which shares memory with it until the program is executed. It is not in
@@ -31,7 +31,7 @@ _DEFAULTED = (
 )
 
 
-def start_porter(message: Message, fds: Fds) -> None:
+def start_command_starter(message: Message, fds: Fds) -> None:
     if os.fork():
         return
     try:
@@ -49,14 +49,14 @@ def start_porter(message: Message, fds: Fds) -> None:
             message, fds = told[0], [sock, *told[1]]
         enter(fds[1], [], message["flags"])
         restrict(0, 0, message["nproc"])
-        Porter(line, fds[1]).run()
+        CommandStarter(line, fds[1]).run()
     except BaseException as error:
         failure(fds[0], error)
     finally:
         os._exit(0)
 
 
-class Porter:
+class CommandStarter:
     def __init__(self, sock: socket.socket, inner: int) -> None:
         self.sock, self.inner = sock, inner
         self.poll = select.poll()

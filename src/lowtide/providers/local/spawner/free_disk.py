@@ -26,7 +26,7 @@ SHARE, ENOUGH_BYTES, ENOUGH_INODES = 8, 256 << 20, 100_000
 TREES = ("root", "usr", "work", "usrwork", "disk.img")
 
 
-class RoomOnDisk:
+class FreeDisk:
     """When to look, and who is making room at the moment."""
 
     def __init__(self) -> None:

@@ -13,12 +13,12 @@ import time
 
 from . import inheritance
 from .calls import call_inside
-from .command_starter import start_porter
+from .command_starter import start_command_starter
 from .commands import start_process, start_process_as_root
 from .config import config
 from .create import Spare
 from .end_tree import terminate_tree
-from .free_disk import RoomOnDisk
+from .free_disk import FreeDisk
 from .kernel import SYS_CLOSE_RANGE, libc, put
 from .set_up import configure, stage_more
 from .wire import Fds, Message, failure, receive, send
@@ -33,7 +33,7 @@ class Spawner:
         self.processes: dict[int, int] = {}  # pid of a command -> key
         self.replies: dict[int, int] = {}  # key -> reply socket
         self.pids: dict[int, int] = {}  # key -> pid of the command
-        self.room = RoomOnDisk()
+        self.room = FreeDisk()
         self.early: dict[int, int] = {}  # exits seen before the births
 
     def run(self) -> None:
@@ -90,8 +90,8 @@ class Spawner:
                     self.firsts[start_process(message, fds, self.births_w, key)] = key
                 self.replies[key] = fds[0]
                 keep = fds[:1]
-            elif op == "porter":
-                start_porter(message, fds)
+            elif op == "command_starter":
+                start_command_starter(message, fds)
             elif op == "call":
                 call_inside(message, fds)
             elif op == "stage":
