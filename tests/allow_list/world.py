@@ -129,6 +129,10 @@ async def main(log: str) -> None:
                 else:
                     writer.write(b"world")
                 await writer.drain()
+            # As servers do: ended with bytes unread, the connection would be reset and the answer lost with it.
+            writer.write_eof()
+            while await reader.read(1 << 16):
+                pass
         writer.close()
 
     class Names(asyncio.DatagramProtocol):

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from lowtide.providers.docker.images import PullProgress
 
 DEFAULT_IMAGE = "python:3.11"
+_RESTART_SECONDS = 30.0  # how long a command waits for an engine that was stopped: a restart takes seconds
 
 
 class DockerProvider(Calls):
@@ -92,7 +93,7 @@ class DockerProvider(Calls):
         self._keys: dict[str, bytes] = {}
         self.asleep: set[str] = set()
         """Sandboxes this process has paused: nothing in them answers."""
-        super().__init__(Clients("docker", self._open_channel, self._key))
+        super().__init__(self._new_clients())
         self.on_pull: Callable[[PullProgress], None] | None = None
         """Told about each step of a pull."""
 
@@ -126,8 +127,11 @@ class DockerProvider(Calls):
         if client is None or client.loop is not asyncio.get_running_loop():
             client = self._client = EngineClient(self.endpoint)
             self._pulls, self._watched = {}, {}
-            self.begin_calls(Clients("docker", self._open_channel, self._key))
+            self.begin_calls(self._new_clients())
         return client
+
+    def _new_clients(self) -> Clients:
+        return Clients("docker", self._open_channel, self._key, bound_seconds=_RESTART_SECONDS)
 
     async def aclose(self) -> None:
         for task in (*self._watched.values(), *self._pulls.values()):

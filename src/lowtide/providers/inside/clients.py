@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from lowtide.providers.inside.channel import Channel
 from lowtide.providers.inside.client import Client
+from lowtide.providers.inside.link import BOUND_SECONDS
 
 
 class Clients:
@@ -19,8 +20,10 @@ class Clients:
         key: Callable[[str], Awaitable[bytes]],
         *,
         text: bool = False,
+        bound_seconds: float = BOUND_SECONDS,
     ) -> None:
         self._provider, self._open_channel, self._key, self._text = provider, open_channel, key, text
+        self._bound_seconds = bound_seconds
         self._clients: dict[str, Client] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -39,6 +42,7 @@ class Clients:
                     provider=self._provider,
                     sandbox_id=sandbox_id,
                     text=self._text,
+                    bound_seconds=self._bound_seconds,
                 )
         return client
 
