@@ -17,7 +17,8 @@ WORKERS ?= $(shell echo $$(( 2 * $$(nproc) )))
 # Where the newcomer's tests are: the others are not even collected, so their SDKs need not be imported.
 NEWCOMER := tests/unit tests/conformance/test_local.py tests/crash \
 	tests/runtime/test_core.py tests/runtime/test_local.py \
-	tests/emulators/test_daytona_quickstart.py tests/emulators/test_e2b_sdk.py tests/emulators/test_runloop_sdk.py
+	tests/emulators/test_daytona_quickstart.py tests/emulators/test_e2b_sdk.py tests/emulators/test_runloop_sdk.py \
+	tests/emulators/test_coreweave_sdk.py
 
 help: ## show the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 10

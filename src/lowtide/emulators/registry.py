@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from lowtide.errors import ValidationError
+from lowtide.errors import MissingDependencyError, ValidationError
 
 if TYPE_CHECKING:
     from lowtide.emulators.ground import Emulator
@@ -14,6 +14,7 @@ EMULATORS: dict[str, str] = {
     "e2b": "lowtide.emulators.e2b:E2BEmulator",
     "daytona": "lowtide.emulators.daytona:DaytonaEmulator",
     "runloop": "lowtide.emulators.runloop:RunloopEmulator",
+    "coreweave": "lowtide.emulators.coreweave:CoreWeaveEmulator",
 }
 
 
@@ -35,5 +36,8 @@ def load(name: str) -> type[Emulator]:
     except ModuleNotFoundError as error:
         if error.name == module:
             raise ValidationError(f"the emulator {name!r} is not in this build", argument="names") from None
-        raise
+        install = f'pip install "lowtide[emulators,{name}]"'
+        raise MissingDependencyError(
+            f"the emulator {name!r} needs {error.name}: {install}", install=install
+        ) from error
     return loaded

@@ -1,0 +1,261 @@
+"""Malformed gRPC requests at every method of the emulated CoreWeave service: refused with its status, never INTERNAL.
+
+What one caller sends wrongly must not spoil anything for another: afterwards a neighbour's sandbox is still
+listed, found and used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lowtide.emulators.handle import Handle
+from lowtide.testing import emulator
+
+pytest.importorskip("cwsandbox")
+grpc = pytest.importorskip("grpc")
+from cwsandbox._proto import sandbox_pb2 as pb  # noqa: E402
+from google.protobuf.message import Message  # noqa: E402
+
+MODULES = ("sandbox", "discovery", "sandbox_template", "settings", "volume")
+TEXTS = ("", "x", "\0", "a\0b", "٣", "a" * 200_000, "../../../etc/passwd", "\ud7ff", "-")
+NUMBERS = (-(2**31), -1, 0, 1, 2**31 - 1)
+BYTES = (
+    b"\xff",
+    b"\x08",
+    b"\x0a\x05ab",
+    b"\x0a\xff\xff\xff\xff\x0f",
+    b"\x0a\x02\xff\xfe",
+    b"\x12" * 400,
+    b"\x0b" * 200,
+    bytes(range(256)),
+)
+"""What is no message of any method."""
+FINE = {
+    "INVALID_ARGUMENT",
+    "NOT_FOUND",
+    "FAILED_PRECONDITION",
+    "UNIMPLEMENTED",
+    "ALREADY_EXISTS",
+    "RESOURCE_EXHAUSTED",
+    "PERMISSION_DENIED",
+}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Handle]:
+    with emulator("coreweave", limit=12, home=tmp_path_factory.mktemp("emulator")) as handle:
+        yield handle
+
+
+class Sender:
+    """Raw messages to any method."""
+
+    def __init__(self, handle: Handle) -> None:
+        self.channel = grpc.insecure_channel(handle.urls["coreweave"].removeprefix("http://"))
+        self.key = handle.environment["CWSANDBOX_API_KEY"]
+
+    def __call__(self, method: Any, data: bytes, metadata: Any = None) -> str:
+        """The name of the status it was answered with."""
+        path = f"/{method.containing_service.full_name}/{method.name}"
+        sent = (("authorization", f"Bearer {self.key}"),) if metadata is None else metadata
+        streams = _streams(method)
+        try:
+            if streams[0]:
+                list(self.channel.stream_stream(path)(iter([data, data]), metadata=sent, timeout=20))
+            elif streams[1]:
+                list(self.channel.unary_stream(path)(data, metadata=sent, timeout=20))
+            else:
+                self.channel.unary_unary(path)(data, metadata=sent, timeout=20)
+        except grpc.RpcError as error:
+            return str(error.code().name)
+        return "OK"
+
+    def call(self, name: str, request: Message) -> bytes:
+        path = f"/coreweave.sandbox.v1.SandboxService/{name}"
+        sent = (("authorization", f"Bearer {self.key}"),)
+        answer: bytes = self.channel.unary_unary(path)(request.SerializeToString(), metadata=sent, timeout=30)
+        return answer
+
+
+def _streams(method: Any) -> tuple[bool, bool]:
+    return {"StreamExec": (True, True), "StreamLogs": (False, True)}.get(method.name, (False, False))
+
+
+def methods() -> list[Any]:
+    found = []
+    for name in MODULES:
+        module = importlib.import_module(f"cwsandbox._proto.{name}_pb2")
+        for service in module.DESCRIPTOR.services_by_name.values():
+            found += list(service.methods)
+    return found
+
+
+def kind_of(descriptor: Any) -> type[Message]:
+    from google.protobuf.message_factory import GetMessageClass
+
+    found: type[Message] = GetMessageClass(descriptor)
+    return found
+
+
+def wrongly(descriptor: Any, sample: Any, depth: int = 0) -> Iterator[Message]:
+    """The sample with one field wrong, each in turn, also in the messages it holds."""
+    for field in descriptor.fields:
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            for text in TEXTS:
+                one = _copy(sample)
+                try:
+                    getattr(one, field.name)[text] = text
+                except (TypeError, ValueError, AttributeError):
+                    continue
+                yield one
+            continue
+        repeated = _repeated(field)
+        if field.message_type is not None:
+            if depth > 4 or field.message_type.full_name.startswith("google.protobuf"):
+                continue
+            inner = getattr(sample, field.name)
+            base = (inner[0] if inner else kind_of(field.message_type)()) if repeated else inner
+            for wrong in wrongly(field.message_type, base, depth + 1):
+                one = _copy(sample)
+                if repeated:
+                    del getattr(one, field.name)[:]
+                    getattr(one, field.name).append(wrong)
+                else:
+                    getattr(one, field.name).CopyFrom(wrong)
+                yield one
+            continue
+        for value in _values(field):
+            one = _copy(sample)
+            try:
+                if repeated:
+                    getattr(one, field.name).extend([value, value])
+                else:
+                    setattr(one, field.name, value)
+            except (TypeError, ValueError):
+                continue
+            yield one
+
+
+def _repeated(field: Any) -> bool:
+    return bool(field.is_repeated if hasattr(field, "is_repeated") else field.label == field.LABEL_REPEATED)
+
+
+def _values(field: Any) -> tuple[Any, ...]:
+    if field.type == field.TYPE_STRING:
+        return TEXTS
+    if field.type == field.TYPE_BYTES:
+        return (b"", b"\0", b"\xff" * 100_000)
+    if field.type == field.TYPE_BOOL:
+        return (False,) if field.name == "follow" else (True, False)  # followed, a log has no end
+    return NUMBERS
+
+
+def _copy(message: Any) -> Any:
+    made = type(message)()
+    made.CopyFrom(message)
+    return made
+
+
+@pytest.fixture
+def send(served: Handle) -> Iterator[Sender]:
+    sender = Sender(served)
+    spec = pb.SandboxSpec(
+        containers=[pb.Container(image="x", command="sleep", args=["infinity"])], tags=["neighbour"]
+    )
+    made = pb.Sandbox.FromString(
+        sender.call("CreateSandbox", pb.CreateSandboxRequest(sandbox=pb.Sandbox(spec=spec)))
+    ).sandbox_id
+    state = None
+    while state != pb.STATE_RUNNING:
+        state = pb.Sandbox.FromString(
+            sender.call("GetSandbox", pb.GetSandboxRequest(sandbox_id=made))
+        ).status.state
+    sender.neighbour = made  # type: ignore[attr-defined]
+    yield sender
+    # Nothing that was sent has spoiled what others see and do.
+    listed = pb.ListSandboxesResponse.FromString(
+        sender.call("ListSandboxes", pb.ListSandboxesRequest(tags=["neighbour"]))
+    )
+    assert [one.sandbox_id for one in listed.sandboxes] == [made]
+    done = pb.ExecResponse.FromString(
+        sender.call("Exec", pb.ExecRequest(sandbox_id=made, command=["echo", "hello"]))
+    )
+    assert done.stdout == b"hello\n"
+    sender.call("PurgeSandboxes", pb.PurgeSandboxesRequest(purge_all=True))
+    sender.channel.close()
+
+
+def samples(method: Any, neighbour: str) -> Message:
+    """A request that would do, so that a single wrong field is the only one."""
+    request = kind_of(method.input_type)()
+    spec = pb.SandboxSpec(containers=[pb.Container(image="x", command="true")], max_lifetime_seconds=5)
+    if method.name == "CreateSandbox":
+        request.sandbox.spec.CopyFrom(spec)  # type: ignore[attr-defined]
+    elif method.name == "CreateSandboxFromFile":
+        request.type = pb.SANDBOX_FILE_TYPE_COMPOSE  # type: ignore[attr-defined]
+        request.contents = b"services: {a: {image: x, command: 'true'}}"  # type: ignore[attr-defined]
+    elif method.name == "StreamExec":
+        request.init.sandbox_id = neighbour  # type: ignore[attr-defined]
+        request.init.command.append("true")  # type: ignore[attr-defined]
+    elif method.name in ("Exec", "ReadFile", "WriteFile", "StreamLogs", "GetSandbox"):
+        request.sandbox_id = neighbour  # type: ignore[attr-defined]
+        if method.name == "Exec":
+            request.command.append("true")  # type: ignore[attr-defined]
+    return request
+
+
+@pytest.mark.timeout(280)
+def test_hostile_requests_at_every_method_are_refused(served: Handle, send: Any) -> None:
+    found = methods()
+    assert len(found) > 40
+    failed, tried, seen = [], 0, set()
+    for method in found:
+        sample = samples(method, send.neighbour)
+        messages = [one.SerializeToString() for one in wrongly(method.input_type, sample)]
+        for data in (*messages, *BYTES):
+            if method.name == "PurgeSandboxes" and data not in BYTES:
+                continue  # it would end the neighbour, rightly
+            status = send(method, data)
+            tried += 1
+            seen.add(status)
+            if status != "OK" and status not in FINE:
+                failed.append(f"{method.name} {data[:80]!r}: {status}")
+    assert not failed, f"{len(failed)} of {tried}:\n" + "\n".join(failed[:40])
+    assert {"INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED"} <= seen
+
+
+def test_every_method_needs_the_key(served: Handle, send: Any) -> None:
+    for metadata in ((), (("authorization", "Bearer no"),), (("authorization-bin", b"\xff"),)):
+        answers = {method.name: send(method, b"", metadata) for method in methods()}
+        assert set(answers.values()) == {"UNAUTHENTICATED"}, answers
+
+
+def test_what_does_not_parse_is_an_invalid_argument(served: Handle, send: Any) -> None:
+    create = next(method for method in methods() if method.name == "CreateSandbox")
+    for data in (b"\xff", b"\x0a\x05ab", b"\x12\x02\xff\xfe"):
+        assert send(create, data) == "INVALID_ARGUMENT"
+
+
+def test_a_method_that_is_not_there_is_unimplemented(served: Handle, send: Any) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        send.channel.unary_unary("/coreweave.sandbox.v1.SandboxService/NoSuch")(b"", timeout=20)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_bytes_that_are_no_http2_end_the_connection_and_nothing_else(served: Handle, send: Any) -> None:
+    host, _, port = served.urls["coreweave"].removeprefix("http://").rpartition(":")
+    for data in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\0" * 10_000,
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 100,
+    ):
+        with socket.create_connection((host, int(port)), timeout=20) as sock:
+            sock.sendall(data)
+            sock.settimeout(20)
+            while sock.recv(65_536):
+                pass
