@@ -6,6 +6,7 @@ import asyncio
 import io
 import os
 import tarfile
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -217,3 +218,27 @@ async def test_a_port_is_reached_and_half_closed(client: Client) -> None:
     writer.close()
     forward.close()
     server.close()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["beside", "on another file system"])
+async def test_a_file_that_is_there_already_takes_anothers_place(
+    client: Client, tmp_path: Path, elsewhere: bool
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if elsewhere else tmp_path) as beside:
+        source, real, link = Path(beside) / "source", tmp_path / "real", tmp_path / "link"
+        source.write_bytes(b"new" * 200_000)
+        real.write_bytes(b"old")
+        real.chmod(0o750)
+        link.symlink_to("real")
+        await files.replace_file(client, str(link), str(source))
+        assert (link.is_symlink(), real.read_bytes(), source.exists()) == (True, b"new" * 200_000, False)
+        assert real.stat().st_mode & 0o7777 == 0o750
+        source.write_bytes(b"")
+        await files.replace_file(client, str(tmp_path / "a" / "b"), str(source), mode=0o600)
+        assert (tmp_path / "a" / "b").stat().st_mode & 0o7777 == 0o600
+        source.write_bytes(b"")
+        with pytest.raises(SandboxIsADirectoryError):
+            await files.replace_file(client, str(tmp_path / "a"), str(source))
+        with pytest.raises(SandboxFileNotFoundError):
+            await files.replace_file(client, str(real), str(source) + "none")
+    assert real.read_bytes() == b"new" * 200_000

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
+import os
 import random
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
-from tests.inside_program import Inside, run, serving
+from tests.inside_program import Inside, PipeChannel, run, serving
 
 from lowtide.errors import SandboxUnavailableError
 from lowtide.providers.base import ProcessSpec
-from lowtide.providers.inside import Clients
+from lowtide.providers.inside import Clients, build, program
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -112,6 +116,47 @@ async def test_the_first_command_rides_along_with_the_greeting() -> None:
         inside.open = opening  # type: ignore[method-assign,assignment]
         assert (await run(inside.client(), "echo", "along"))[1] == b"along\n"
         assert b"along\0" in sent[0]
+
+
+async def test_a_line_of_shell_brings_it_in_with_the_first_command_and_leaves_no_file() -> None:
+    async with serving() as inside:
+        line = program.serve_line(os.uname().machine, inside.name)
+
+        async def opening(first: bytes) -> PipeChannel:
+            process = await asyncio.create_subprocess_exec(
+                *("/bin/sh", "-c", line),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**inside.environment, program.FIRST: base64.b64encode(first).decode()},
+            )
+            inside.channels.append(PipeChannel(process))
+            return inside.channels[-1]
+
+        inside.open = opening  # type: ignore[method-assign]
+        client = inside.client()
+        word = "x" * 60_000
+        code, out, _ = await run(client, "sh", "-c", 'env; printf %s "$1"', "sh", word)
+        assert (code, out[-60_000:].decode()) == (0, word)
+        assert program.FIRST.encode() not in out
+        assert not list(Path("/tmp").glob(f".lowtide-{inside.name}*"))  # noqa: ASYNC240 - one look
+        assert (await run(client, "cat", input=b"over its own input"))[1] == b"over its own input"
+
+
+async def test_commands_do_not_wait_for_ever_for_a_client_that_nobody_saw_go(tmp_path: Path) -> None:
+    """As where a service keeps the program's streams open after their connection broke."""
+    if shutil.which(build.COMPILERS[os.uname().machine]) is None:
+        pytest.skip("no compiler")
+    build.build(os.uname().machine, tmp_path / "hasty", build.FLAGS + " -DBOUND_MS=300")
+    async with serving(argv=(str(tmp_path / "hasty"),)) as inside:
+        client = inside.client()
+        script = f"head -c 9000000 /dev/zero; touch {tmp_path}/done"
+        await client.start(ProcessSpec(argv=("sh", "-c", script)))
+        running = client._link._running
+        assert running is not None
+        running.cancel()
+        async with asyncio.timeout(60):
+            while not (tmp_path / "done").exists():
+                await asyncio.sleep(0.02)
 
 
 def test_another_event_loop_gets_a_client_of_its_own() -> None:

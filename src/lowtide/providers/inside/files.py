@@ -66,6 +66,12 @@ async def write_file(
         return written
 
 
+async def replace_file(client: Client, path: str, source: str, *, mode: int | None = None) -> None:
+    """`source`, a file in the sandbox, takes the place of `path` as a write does. It is gone then."""
+    words = ("replace", _checked(client, path), "-" if mode is None else str(mode & 0o7777), source)
+    await _simple(client, path, *words)
+
+
 async def stat(client: Client, path: str) -> FileEntry:
     async with client.call("stat", _checked(client, path)) as process:
         answer = _answer(client, process, path)

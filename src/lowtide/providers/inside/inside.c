@@ -6,7 +6,8 @@
  *   init SECONDS CAP [COMMAND...]   the sandbox's main process: the server, and the lease's clock
  *   guard SECONDS CAP [COMMAND...]  the same where `attach` runs as the sandbox's own user
  *   attach [text]                   hands its standard input and output to the server of `init`
- *   serve NAME [text]               the same without `init`: starts the server NAME unless it runs
+ *   serve NAME [text|binary [FILE]] the same without `init`: starts the server NAME unless it runs. Removes FILE,
+ *                                   which it came in; begins with what LOWTIDE_FIRST (base64) holds
  *
  * Everything in the sandbox may be hostile, with the same user id. So nothing that holds a channel or a
  * result is ever dumpable (no ptrace, no /proc/PID/fd): the server is so before anything else runs, its
@@ -504,7 +505,8 @@ static void read_file(char *path)
 	}
 }
 
-static void write_file(char *given, const char *mode_text, int sync)
+/* What comes, or what the file `from` holds, takes the place of a file in one step. `from` is gone then. */
+static void write_file(char *given, const char *mode_text, int sync, const char *from)
 {
 	static char path[4200], target[4200];
 	struct statx s;
@@ -547,12 +549,20 @@ static void write_file(char *given, const char *mode_text, int sync)
 	if (error < 0) fail(error);
 	long directory = open_parent(path, &name);
 	if (directory < 0) fail(directory);
+	long source = from ? K(openat, AT_CWD, from, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC) : 0;
+	if (source < 0) fail(source);
+	if (from) {
+		if (keep) K(fchown, source, uid, gid);
+		error = keep || *mode_text != '-' ? K(fchmod, source, mode) : 0;
+		if (error == 0) error = K(renameat2, AT_CWD, from, directory, name, 0);
+		if (error != -EXDEV) finish(error);
+	}
 	char *temporary = temporary_name();
 	long fd = K(openat, directory, temporary, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, *mode_text == '-' && !keep ? 0666 : 0600);
 	if (fd < 0) fail(fd);
-	say(1, "ok\n");
+	if (!from) say(1, "ok\n");
 	long total = 0, got;
-	while ((error = got = fetch(block, CHUNK)) > 0) {
+	while ((error = got = from ? K(read, source, block, CHUNK) : fetch(block, CHUNK)) > 0) {
 		if ((error = write_file_all(fd, block, got)) < 0) break;
 		total += got;
 	}
@@ -566,6 +576,7 @@ static void write_file(char *given, const char *mode_text, int sync)
 		if (opened >= 0) K(fsync, opened);
 	}
 	if (error < 0) { K(unlinkat, directory, temporary, 0); fail(error); }
+	if (from) finish(K(unlinkat, AT_CWD, from, 0));
 	done(total);
 }
 
@@ -995,7 +1006,8 @@ static __attribute__((noreturn)) void call(char **argv, int argc)
 	K(rt_sigprocmask, SIG_BLOCK, &pipe, 0, 8);
 	if (argc < 2) fail(-EINVAL);
 	if (same(what, "read")) read_file(argv[1]);
-	if (same(what, "write")) write_file(argv[1], second, argc > 3 && argv[3][0] == 's');
+	if (same(what, "write")) write_file(argv[1], second, argc > 3 && argv[3][0] == 's', 0);
+	if (same(what, "replace")) write_file(argv[1], second, 0, argc > 3 ? argv[3] : "");
 	if (same(what, "list")) list(argv[1]);
 	if (same(what, "stat")) stat_path(argv[1]);
 	if (same(what, "mkdir")) { strip(argv[1]); finish(make_dirs(argv[1], 1)); }
@@ -1018,16 +1030,18 @@ static __attribute__((noreturn)) void call(char **argv, int argc)
 #define RESERVE (160 * 1024) /* of that, for what one packet of requests may make us say */
 #define FRAME (4 * 1024 * 1024)
 #define CLIENTS 16
-#define BOUND_MS 120000 /* how long a client may be without a channel */
+#ifndef BOUND_MS
+#define BOUND_MS 120000 /* how long a client may be without a channel, or not take what we say */
+#endif
 #define GREETING_MS 10000
 #define TOLD (256 * 1024)
 #define MEMORY (6 * WIRE + REPLAY + FRAME)
 
 static struct client {
 	int used, known, link, in, out, text;
-	long since; /* when the channel came, or went */
+	long since; /* when the channel came, was heard, or went */
 	u64 id, stored, told, said, sent, arrived; /* offsets: theirs that came, that we confirmed; ours said, sent, confirmed */
-	u32 wire_filled, from, to, filled;
+	u32 wire_filled, from, to, filled, ahead; /* ahead: still to come over `link`, before anything from `in` */
 	u8 *wire, *out_wire, *ring, *stream;
 } clients[CLIENTS];
 
@@ -1041,7 +1055,7 @@ static void free_client(struct client *c);
 static void unplug(struct client *c)
 {
 	shut(&c->in); shut(&c->out); shut(&c->link);
-	c->wire_filled = c->from = c->to = 0;
+	c->wire_filled = c->from = c->to = c->ahead = 0;
 	c->since = now_ms();
 	if (!c->known) c->used = 0;
 }
@@ -1155,7 +1169,7 @@ static struct client *greeted(struct client *c, const u8 *data, u32 n)
 		if (!old->used || !old->known || old->id != id) continue;
 		if (have > old->said || have < old->arrived) { greet(c, FORGOTTEN); return 0; }
 		unplug(old); /* the newest channel counts: the old one may not know yet that it is dead */
-		old->in = c->in; old->out = c->out; old->link = c->link; old->text = c->text;
+		old->in = c->in; old->out = c->out; old->link = c->link; old->text = c->text; old->ahead = c->ahead;
 		memcpy(old->wire, c->wire, c->wire_filled);
 		old->wire_filled = c->wire_filled;
 		old->since = now_ms();
@@ -1614,6 +1628,7 @@ static struct client *packet(struct client *c, u8 *data, u32 n)
 	data += 16; n -= 16;
 	if (!c->known) return greeted(c, data, n);
 	if (arrived > c->said || offset > c->stored || n > FRAME || offset + n > c->stored + FRAME + WIRE - c->filled) { free_client(c); return 0; }
+	c->since = now_ms();
 	if (arrived > c->arrived) c->arrived = arrived;
 	if (c->sent < c->arrived) c->sent = c->arrived;
 	u64 had = c->stored - offset; /* of it, from before the channel dropped */
@@ -1647,9 +1662,12 @@ static int decode(u8 *line, u32 n)
 
 static void receive(struct client *c)
 {
-	long got = K(read, c->in, c->wire + c->wire_filled, WIRE - c->wire_filled);
+	u32 most = WIRE - c->wire_filled;
+	if (c->ahead && c->ahead < most) most = c->ahead;
+	long got = K(read, c->ahead ? c->link : c->in, c->wire + c->wire_filled, most);
 	if (got == -EINTR || got == -EAGAIN) return;
 	if (got <= 0) { unplug(c); return; }
+	if (c->ahead) c->ahead -= got;
 	c->wire_filled += got;
 	u32 at = 0, size;
 	while (c && c->used && c->in >= 0) { /* a greeting may move it, with its wire, to the client that comes again */
@@ -1715,20 +1733,21 @@ static void welcome(int listener)
 /* The two descriptors of a channel, from the one that was told to hand them over. */
 static void plug(struct client *c)
 {
-	u8 mode = 0;
-	struct vector vector = {&mode, 1};
+	u8 said[5] = {0};
+	struct vector vector = {said, 5};
 	struct rights rights = {0, 0, 0, {-1, -1}};
 	struct message message = {0, 0, &vector, 1, &rights, sizeof rights, 0};
 	long n = K(recvmsg, c->link, &message, 0x40000040); /* close on exec, do not wait */
 	if (n == -EAGAIN || n == -EINTR) return;
-	if (c->in >= 0 || n <= 0 || rights.size < sizeof rights || rights.level != 1 || rights.type != 1) {
+	if (c->in >= 0 || n != 5 || rights.size < sizeof rights || rights.level != 1 || rights.type != 1) {
 		if (n > 0 && rights.level == 1 && rights.size >= 20) K(close, rights.fds[0]);
 		if (n > 0 && rights.level == 1 && rights.size >= 24) K(close, rights.fds[1]);
 		unplug(c); /* it was killed, and the engine waits for the streams to end */
 		return;
 	}
 	c->in = rights.fds[0]; c->out = rights.fds[1];
-	c->text = mode == 't';
+	c->text = said[0] == 't';
+	memcpy(&c->ahead, said + 1, 4);
 	K(fcntl, c->in, F_SETFL, O_RDWR | O_NONBLOCK);
 	K(fcntl, c->out, F_SETFL, O_RDWR | O_NONBLOCK);
 }
@@ -1752,13 +1771,17 @@ static __attribute__((noreturn)) void serve(int listener)
 			struct client *c = &clients[i];
 			if (c->used && c->known && c->in < 0 && now - c->since > BOUND_MS) free_client(c);
 			if (c->used && !c->known && now - c->since > GREETING_MS) unplug(c);
+			/* Some services let a program go on that nobody listens to, and do not tell it: commands must not wait for ever. */
+			int full = c->used && c->known && c->in >= 0 && room(c) < RESERVE + PIECE + 9;
+			if (full && now - c->since > BOUND_MS) { free_client(c); full = 0; }
 			if (c->used && c->known && c->filled) process(c);
 			if (c->used) transmit(c);
 			present |= c->used;
 			if (c->used && c->known && c->in < 0) sooner(&wake, c->since + BOUND_MS + 1);
+			if (full) sooner(&wake, c->since + BOUND_MS + 1);
 			if (c->used && !c->known) sooner(&wake, c->since + GREETING_MS + 1);
 			w[n++] = (struct pollfd){.fd = c->used ? c->link : -1, .events = POLLIN};
-			w[n++] = (struct pollfd){.fd = c->used ? c->in : -1, .events = POLLIN};
+			w[n++] = (struct pollfd){.fd = c->used && !c->ahead ? c->in : -1, .events = POLLIN};
 			w[n++] = (struct pollfd){.fd = c->used && c->from < c->to ? c->out : -1, .events = POLLOUT};
 		}
 		for (int i = 0; i < COMMANDS; i++) {
@@ -1818,7 +1841,7 @@ static __attribute__((noreturn)) void serve(int listener)
 			struct client *c = &clients[i];
 			if (c->used && w[2 + 3 * i + 2].revents) transmit(c);
 			if (c->used && w[2 + 3 * i + 1].revents && c->in >= 0) receive(c);
-			if (c->used && w[2 + 3 * i].revents && c->link >= 0) plug(c);
+			if (c->used && w[2 + 3 * i].revents && c->link >= 0) { if (c->ahead) receive(c); else plug(c); }
 		}
 		if (w[1].revents) welcome(listener);
 	}
@@ -1841,36 +1864,45 @@ static void prepare(void)
 	K(prctl, PR_SET_CHILD_SUBREAPER, 1);
 }
 
-static __attribute__((noreturn)) void hand_over(const char *name, u8 mode)
+static __attribute__((noreturn)) void hand_over(const char *name, u8 mode, char *first)
 {
+	u8 said[5] = {mode};
+	u32 size = first ? length(first) : 0;
+	int ahead = decode((u8 *)first, size);
+	memcpy(said + 1, &ahead, 4);
 	struct address a;
 	int n = name_socket(&a, name);
 	long fd = K(socket, 1, 1 | O_CLOEXEC, 0), error = fd < 0 ? fd : K(connect, fd, &a, n);
-	struct vector vector = {&mode, 1};
+	struct vector vector = {said, 5};
 	struct rights rights = {sizeof rights, 1, 1, {0, 1}};
 	struct message message = {0, 0, &vector, 1, &rights, sizeof rights, 0};
-	if (error >= 0) error = K(sendmsg, fd, &message, 0);
+	if (error >= 0) error = ahead < 0 ? -EINVAL : K(sendmsg, fd, &message, 0);
+	if (error >= 0) error = write_all(fd, first, ahead);
+	if (first) memset(first, 0, size); /* it holds the key */
 	if (error < 0) { say(2, "lowtide: no server answers here\n"); leave(1); }
 	K(close, 0); K(close, 1);
 	while (K(read, fd, &mode, 1) == -EINTR) {} /* until the server lets go of the channel */
 	leave(0);
 }
 
-/* LOWTIDE_KEY, taken out of the environment before anything can inherit it. */
+/* The value of a variable, which is taken out of the environment before anything can inherit it; 0: there is none. */
+static char *taken_out(const char *name)
+{
+	char **to = environment, *found = 0;
+	for (char **e = environment; *e; e++)
+		if (begins(*e, name)) found = *e + length(name); else *to++ = *e;
+	*to = 0;
+	return found;
+}
+
 static void take_key(void)
 {
-	char **to = environment;
-	for (char **e = environment; *e; e++) {
-		char *v = *e;
-		if (!begins(v, "LOWTIDE_KEY=")) { *to++ = v; continue; }
-		if (length(v) == 44) have_key = 1;
-		for (int i = 0; have_key && i < 32; i++) {
-			char c = v[12 + i];
-			key[i / 2] = key[i / 2] << 4 | (digit(c) ? c - '0' : (c | 32) - 'a' + 10);
-		}
-		for (char *p = v; *p; p++) *p = 0;
-	}
-	*to = 0;
+	char *v = taken_out("LOWTIDE_KEY=");
+	if (!v) return;
+	have_key = length(v) == 32;
+	for (int i = 0; have_key && i < 32; i++)
+		key[i / 2] = key[i / 2] << 4 | (digit(v[i]) ? v[i] - '0' : (v[i] | 32) - 'a' + 10);
+	memset(v, 0, length(v));
 }
 
 static __attribute__((noreturn)) void init(int argc, char **argv)
@@ -1909,8 +1941,10 @@ static int run(int argc, char **argv)
 	K(prctl, PR_SET_DUMPABLE, 0);
 	guarded = same(what, "guard");
 	if ((guarded || same(what, "init")) && argc > 3) init(argc - 2, argv + 2);
-	if (same(what, "attach")) hand_over("inside", argc > 2 ? 't' : 'b');
+	if (same(what, "attach")) hand_over("inside", argc > 2 ? 't' : 'b', 0);
 	if (same(what, "serve") && argc > 2) {
+		char *first = taken_out("LOWTIDE_FIRST=");
+		if (argc > 4) K(unlinkat, AT_CWD, argv[4], 0);
 		int listener = listen_as(argv[2]);
 		if (listener >= 0 && K(clone, SIGCHLD) == 0) {
 			K(setsid);
@@ -1921,7 +1955,7 @@ static int run(int argc, char **argv)
 			serve(listener);
 		}
 		shut(&listener);
-		hand_over(argv[2], argc > 3 ? 't' : 'b');
+		hand_over(argv[2], argc > 3 && argv[3][0] == 't' ? 't' : 'b', first);
 	}
 	say(2, "lowtide: not meant to be run by hand\n");
 	return 2;

@@ -15,6 +15,8 @@ EXPIRED = 124
 """Exit code of the main process when the lease is over."""
 KEY = "LOWTIDE_KEY"
 """The variable in which the main process gets the key. It takes it out before anything else runs."""
+FIRST = "LOWTIDE_FIRST"
+"""The variable in which `serve` gets what has to be said first, where a service's start carries no input: base64."""
 READER = "65534:65534"
 """Who `attach` runs as: the program's file may be executed and not read by it, so that it is never dumpable."""
 
@@ -56,4 +58,13 @@ def shell_line(architecture: str, words: str) -> str:
     return (
         f'p="${{TMPDIR:-/tmp}}/{name}"; [ -x "$p" ] || {{ (umask 077; echo {packed(architecture)} '
         f'| base64 -d | gzip -d >"$p.$$") && chmod 111 "$p.$$" && mv -f "$p.$$" "$p"; }} && exec "$p" {words}'
+    )
+
+
+def serve_line(architecture: str, name: str) -> str:
+    """Bring it in and become the server `name`, and leave no file: for a sandbox in which nothing hostile runs yet."""
+    path = f"/tmp/.lowtide-{name}"  # noqa: S108 - gone when the program runs
+    return (
+        f"(umask 077;echo {packed(architecture)}|base64 -d|gzip -d >{path})&&chmod 111 {path}"
+        f"&&exec {path} serve {name} binary {path}"
     )
