@@ -75,11 +75,12 @@ class Inside:
     name: str = field(default_factory=lambda: secrets.token_hex(8))
     channels: list[PipeChannel] = field(default_factory=list)
     clients: list[Client] = field(default_factory=list)
+    words: tuple[str, ...] = ()
     limits: list[int] = field(default_factory=list)
     """When each of the next channels breaks."""
 
     async def open(self, first: bytes) -> PipeChannel:
-        words = ["serve", self.name, *(["text"] if self.text else [])]
+        words = ["serve", self.name, *(["text"] if self.text else []), *self.words]
         process = await asyncio.create_subprocess_exec(
             *self.argv,
             *words,

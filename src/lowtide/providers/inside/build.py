@@ -1,4 +1,4 @@
-"""Build `inside.c` for every architecture: python build.py (needs gcc and gcc-aarch64-linux-gnu)."""
+"""Build `inside.c` for every architecture: python build.py (`scripts/engines up tools` installs the compilers)."""
 
 from __future__ import annotations
 

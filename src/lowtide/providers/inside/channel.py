@@ -22,6 +22,11 @@ class Channel(Protocol):
         ...
 
 
+class Spent(EOFError):
+    """Raised by `receive` of a channel that was one answer and no more: while nothing is under way, none is
+    opened in its place, and the next command has a client of its own."""
+
+
 Opener = Callable[[bytes], Awaitable[Channel]]
 """Starts or finds the program and sends it these first bytes. Where a service starts it by a request of its
 own, they travel in that request, with the first command among them. Raises LowtideError."""

@@ -38,6 +38,7 @@ class Client:
             provider=provider,
             sandbox_id=sandbox_id,
             bound_seconds=bound_seconds,
+            busy=lambda: not self.idle,
         )
         self._processes: dict[int, InsideProcess] = {}
         self._renewals: dict[int, asyncio.Future[int]] = {}
@@ -48,6 +49,11 @@ class Client:
     def alive(self) -> bool:
         """Whether it may still be used; a channel that is broken for the moment counts as alive."""
         return self._link.error is None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody waits for anything from it."""
+        return not (self._processes or self._renewals)
 
     @property
     def pid(self) -> int | None:

@@ -47,8 +47,10 @@ class Clients:
         return client
 
     def forget(self, sandbox_id: str) -> None:
-        """It is ending: its channel breaks with it, and tells its commands then."""
-        self._clients.pop(sandbox_id, None)
+        """It is ending: its channel breaks with it, and tells its commands then. Without any, it is closed now."""
+        client = self._clients.pop(sandbox_id, None)
+        if client is not None and client.idle and self._loop is asyncio.get_running_loop():
+            client.close()
 
     def close(self) -> None:
         if self._loop is asyncio.get_running_loop():

@@ -6,8 +6,11 @@
  *   init SECONDS CAP [COMMAND...]   the sandbox's main process: the server, and the lease's clock
  *   guard SECONDS CAP [COMMAND...]  the same where `attach` runs as the sandbox's own user
  *   attach [text]                   hands its standard input and output to the server of `init`
- *   serve NAME [text|binary [FILE]] the same without `init`: starts the server NAME unless it runs. Removes FILE,
- *                                   which it came in; begins with what LOWTIDE_FIRST (base64) holds
+ *   serve NAME [text] [once] [own]  the same without `init`: starts the server NAME unless it runs; begins with
+ *                                   what LOWTIDE_FIRST (base64) holds
+ *
+ * `once`: what there is to say is on standard input, to its end; the channel ends when that is answered, or
+ * after ONCE_MS. `own`: the program's file is nobody else's, and goes as soon as it runs.
  *
  * Everything in the sandbox may be hostile, with the same user id. So nothing that holds a channel or a
  * result is ever dumpable (no ptrace, no /proc/PID/fd): the server is so before anything else runs, its
@@ -1034,12 +1037,14 @@ static __attribute__((noreturn)) void call(char **argv, int argc)
 #define BOUND_MS 120000 /* how long a client may be without a channel, or not take what we say */
 #endif
 #define GREETING_MS 10000
+#define ONCE_MS 150 /* for a channel that hears nothing more: then whoever waits for it comes again */
 #define TOLD (256 * 1024)
 #define MEMORY (6 * WIRE + REPLAY + FRAME)
 
 static struct client {
 	int used, known, link, in, out, text;
 	long since; /* when the channel came, was heard, or went */
+	long once;  /* until when a channel whose input has ended may answer; 0: it ends with its input */
 	u64 id, stored, told, said, sent, arrived; /* offsets: theirs that came, that we confirmed; ours said, sent, confirmed */
 	u32 wire_filled, from, to, filled, ahead; /* ahead: still to come over `link`, before anything from `in` */
 	u8 *wire, *out_wire, *ring, *stream;
@@ -1169,7 +1174,7 @@ static struct client *greeted(struct client *c, const u8 *data, u32 n)
 		if (!old->used || !old->known || old->id != id) continue;
 		if (have > old->said || have < old->arrived) { greet(c, FORGOTTEN); return 0; }
 		unplug(old); /* the newest channel counts: the old one may not know yet that it is dead */
-		old->in = c->in; old->out = c->out; old->link = c->link; old->text = c->text; old->ahead = c->ahead;
+		old->in = c->in; old->out = c->out; old->link = c->link; old->text = c->text; old->once = c->once; old->ahead = c->ahead;
 		memcpy(old->wire, c->wire, c->wire_filled);
 		old->wire_filled = c->wire_filled;
 		old->since = now_ms();
@@ -1666,6 +1671,7 @@ static void receive(struct client *c)
 	if (c->ahead && c->ahead < most) most = c->ahead;
 	long got = K(read, c->ahead ? c->link : c->in, c->wire + c->wire_filled, most);
 	if (got == -EINTR || got == -EAGAIN) return;
+	if (got == 0 && c->once && c->known) { shut(&c->in); return; }
 	if (got <= 0) { unplug(c); return; }
 	if (c->ahead) c->ahead -= got;
 	c->wire_filled += got;
@@ -1746,10 +1752,22 @@ static void plug(struct client *c)
 		return;
 	}
 	c->in = rights.fds[0]; c->out = rights.fds[1];
-	c->text = said[0] == 't';
+	c->text = said[0] != 'b';
+	c->once = said[0] == 'o' ? now_ms() + ONCE_MS : 0;
 	memcpy(&c->ahead, said + 1, 4);
 	K(fcntl, c->in, F_SETFL, O_RDWR | O_NONBLOCK);
 	K(fcntl, c->out, F_SETFL, O_RDWR | O_NONBLOCK);
+}
+
+/* Whether a channel whose input has ended has said all that it can: its commands have, or one wants input. */
+static int answered(struct client *c, long now)
+{
+	if (!c->once || !c->known || c->in >= 0 || c->out < 0) return 0;
+	if (now >= c->once) return 1;
+	int living = 0, waiting = 0;
+	for (int i = 0; i < COMMANDS; i++)
+		if (commands[i].used && commands[i].client == c && !commands[i].said) living = 1, waiting |= commands[i].in >= 0;
+	return (waiting || !living) && !c->filled && c->said == c->sent && c->from == c->to;
 }
 
 static void sooner(long *wake, long at) { if (!*wake || at < *wake) *wake = at; }
@@ -1776,6 +1794,8 @@ static __attribute__((noreturn)) void serve(int listener)
 			if (full && now - c->since > BOUND_MS) { free_client(c); full = 0; }
 			if (c->used && c->known && c->filled) process(c);
 			if (c->used) transmit(c);
+			if (c->used && answered(c, now)) unplug(c);
+			if (c->used && c->once && c->in < 0 && c->out >= 0) sooner(&wake, c->once);
 			present |= c->used;
 			if (c->used && c->known && c->in < 0) sooner(&wake, c->since + BOUND_MS + 1);
 			if (full) sooner(&wake, c->since + BOUND_MS + 1);
@@ -1944,7 +1964,12 @@ static int run(int argc, char **argv)
 	if (same(what, "attach")) hand_over("inside", argc > 2 ? 't' : 'b', 0);
 	if (same(what, "serve") && argc > 2) {
 		char *first = taken_out("LOWTIDE_FIRST=");
-		if (argc > 4) K(unlinkat, AT_CWD, argv[4], 0);
+		u8 mode = 'b';
+		for (int i = 3; i < argc; i++) {
+			if (same(argv[i], "own")) K(unlinkat, AT_CWD, argv[0], 0);
+			if (same(argv[i], "once")) mode = 'o';
+			if (same(argv[i], "text") && mode == 'b') mode = 't';
+		}
 		int listener = listen_as(argv[2]);
 		if (listener >= 0 && K(clone, SIGCHLD) == 0) {
 			K(setsid);
@@ -1955,7 +1980,7 @@ static int run(int argc, char **argv)
 			serve(listener);
 		}
 		shut(&listener);
-		hand_over(argv[2], argc > 3 && argv[3][0] == 't' ? 't' : 'b', first);
+		hand_over(argv[2], mode, first);
 	}
 	say(2, "lowtide: not meant to be run by hand\n");
 	return 2;

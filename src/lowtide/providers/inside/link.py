@@ -21,7 +21,7 @@ from lowtide.errors import (
     ResourceExhaustedError,
     SandboxUnavailableError,
 )
-from lowtide.providers.inside.channel import Channel, Opener
+from lowtide.providers.inside.channel import Channel, Opener, Spent
 
 HEAD = struct.Struct("<LQQ")
 GREETING = struct.Struct("<8s16sQBQ")
@@ -53,7 +53,10 @@ class Link:
         provider: str,
         sandbox_id: str,
         bound_seconds: float = BOUND_SECONDS,
+        busy: Callable[[], bool] = lambda: True,
     ) -> None:
+        """`busy`: whether somebody waits for what is still to come."""
+        self._busy = busy
         self._opener, self._key, self._text = opener, key, text
         self._on_data, self._on_lost = on_data, on_lost
         self._context: dict[str, Any] = {"provider": provider, "sandbox_id": sandbox_id}
@@ -131,6 +134,11 @@ class Link:
                     break
             except (OSError, EOFError, TimeoutError) as error:
                 failure = error
+                if isinstance(error, Spent) and self._at_rest:
+                    break
+            except Exception as error:  # a defect on the way there: said, not waited for
+                failure = error
+                break
             if self._welcomed and (progress != (self._taken, self._received) or loop.time() - opened > 1):
                 broken_since, pause = None, 0.01  # one that only greets is as broken as one that does not
             self._drop()
@@ -156,6 +164,10 @@ class Link:
         broken = SandboxUnavailableError(f"{words}: {failure or 'it ended'}", **self._context)
         broken.__cause__ = failure
         self._end(broken)
+
+    @property
+    def _at_rest(self) -> bool:
+        return self._welcomed and not self._busy() and self._sent - self._taken == len(self._unsaid)
 
     async def _connect(self) -> None:
         again = self._proof is not None

@@ -66,5 +66,5 @@ def serve_line(architecture: str, name: str) -> str:
     path = f"/tmp/.lowtide-{name}"  # noqa: S108 - gone when the program runs
     return (
         f"(umask 077;echo {packed(architecture)}|base64 -d|gzip -d >{path})&&chmod 111 {path}"
-        f"&&exec {path} serve {name} binary {path}"
+        f"&&exec {path} serve {name} own"
     )
