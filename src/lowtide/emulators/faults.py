@@ -28,7 +28,8 @@ class FaultName(enum.StrEnum):
     )
     RATE_LIMIT = "rate-limit"  # 429 with Retry-After `seconds`
     EXEC_DROPPED = (
-        "exec-dropped"  # the connection drops `seconds` after a command started; the command goes on
+        # the connection drops `seconds` after a command started, or after so many bytes; the command goes on
+        "exec-dropped"
     )
     GONE_MID_COMMAND = "gone-mid-command"  # the sandbox ends `seconds` after a command started
     STALE_TOKEN = "stale-token"  # a valid key or token is refused  # noqa: S105 - a fault's name
@@ -49,6 +50,7 @@ class Fault:
     count: int | None = 1
     seconds: float | None = None
     status: int | None = None
+    after_bytes: int | None = None
     fault_id: int = 0
     hits: int = 0
 
@@ -68,13 +70,14 @@ class Fault:
             "count": self.count,
             "seconds": self.seconds,
             "status": self.status,
+            "after_bytes": self.after_bytes,
             "hits": self.hits,
         }
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Fault:
         """From the admin endpoint's JSON; ValidationError says what is wrong."""
-        unknown = set(given) - {"name", "provider", "match", "count", "seconds", "status"}
+        unknown = set(given) - {"name", "provider", "match", "count", "seconds", "status", "after_bytes"}
         if unknown:
             raise ValidationError(f"a fault has no {sorted(unknown)[0]!r}", argument="fault")
         try:
@@ -91,13 +94,24 @@ class Fault:
             raise ValidationError("seconds is a number from 0 to 86400", argument="seconds")
         if not (status is None or (type(status) is int and 400 <= status <= 599)):
             raise ValidationError("status is an HTTP status from 400 to 599", argument="status")
+        after = given.get("after_bytes")
+        if not (after is None or (type(after) is int and after >= 0)):
+            raise ValidationError("after_bytes is a whole number, or null", argument="after_bytes")
         match = given.get("match") or {}
         if not (isinstance(match, dict) and all(isinstance(v, str) for pair in match.items() for v in pair)):
             raise ValidationError("match is an object of strings", argument="match")
         provider = given.get("provider")
         if not (provider is None or isinstance(provider, str)):
             raise ValidationError("provider is a name, or null", argument="provider")
-        return cls(name=name, provider=provider, match=match, count=count, seconds=seconds, status=status)
+        return cls(
+            name=name,
+            provider=provider,
+            match=match,
+            count=count,
+            seconds=seconds,
+            status=status,
+            after_bytes=after,
+        )
 
 
 class Faults:

@@ -147,10 +147,11 @@ class FaultControl:
         count: int | None = 1,
         seconds: float | None = None,
         status: int | None = None,
+        after_bytes: int | None = None,
     ) -> int:
         """Arm a fault for the next `count` calls that match (None: all). Returns its id."""
         body: dict[str, Any] = {"name": str(name), "count": count, "match": match or {}, "provider": provider}
-        body |= {"seconds": seconds, "status": status}
+        body |= {"seconds": seconds, "status": status, "after_bytes": after_bytes}
         return int(self._handle.admin("POST", "/faults", body)["id"])
 
     def armed(self) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from aiohttp import WSMsgType, web
 
 from lowtide.emulators.daytona.answers import Refused, body_of, rfc3339, strings_of, whole_of
 from lowtide.emulators.daytona.sandbox import Sandbox
+from lowtide.emulators.faults import Fault, FaultName
 from lowtide.emulators.request_check import parse_json, whole_number
 from lowtide.emulators.web import drop
 from lowtide.errors import LowtideError
@@ -45,6 +46,8 @@ class Terminal:
         self.handle: ProcessHandle | None = None
         self._clients: set[web.WebSocketResponse] = set()
         self._unseen = bytearray()
+        self._printed = 0
+        self._waiting: list[tuple[int, asyncio.Event]] = []
         self._pump: asyncio.Task[None] | None = None
 
     def begin(self, handle: ProcessHandle) -> None:
@@ -69,10 +72,23 @@ class Terminal:
                 for client in list(self._clients):
                     with contextlib.suppress(ConnectionError, RuntimeError):
                         await client.send_bytes(data)
+                self._printed += len(data)
+                for after, reached in self._waiting:
+                    if self._printed >= after:
+                        reached.set()
             self.exit_code = await handle.wait()
         except LowtideError:
             self.exit_code = -1
         self.ended.set()
+
+    async def printed(self, more: int) -> None:
+        """Wait until it has printed so much more."""
+        waiting = (self._printed + more, asyncio.Event())
+        self._waiting.append(waiting)
+        try:
+            await waiting[1].wait()
+        finally:
+            self._waiting.remove(waiting)
 
     async def kill(self) -> None:
         self.killed = True
@@ -205,7 +221,7 @@ class Terminals:
         await socket.send_str(json.dumps({"type": "control", "status": "connected"}))
         await terminal.join(socket)
         ended = asyncio.ensure_future(terminal.ended.wait())
-        cut = asyncio.ensure_future(sandbox.cut.wait())
+        cut = asyncio.ensure_future(self._cut(sandbox, terminal))
         typing = asyncio.ensure_future(self._type(socket, terminal.handle))
         try:
             await asyncio.wait({ended, cut, typing}, return_when=asyncio.FIRST_COMPLETED)
@@ -229,6 +245,16 @@ class Terminals:
                 task.cancel()
         return socket
 
+    async def _cut(self, sandbox: Sandbox, terminal: Terminal) -> None:
+        """Until the connection is to break: the sandbox has gone, or somebody asked for a bad day."""
+        facts, faults = {**sandbox.facts, "operation": "terminal"}, self.toolbox.ground.faults
+        if fault := faults.take(FaultName.GONE_MID_COMMAND, "daytona", facts):
+            self.toolbox.vanish(sandbox, fault.seconds or 0.5)
+        if fault := faults.take(FaultName.EXEC_DROPPED, "daytona", facts):
+            await _dropped(fault, terminal)
+        else:
+            await sandbox.cut.wait()
+
     async def _type(self, socket: web.WebSocketResponse, handle: ProcessHandle) -> None:
         async for message in socket:
             if message.type is WSMsgType.BINARY or message.type is WSMsgType.TEXT:
@@ -237,6 +263,12 @@ class Terminals:
                     await handle.write_stdin(data)
                 except BrokenPipeError:
                     return
+
+
+async def _dropped(fault: Fault, terminal: Terminal) -> None:
+    if fault.after_bytes is not None:
+        await terminal.printed(fault.after_bytes)
+    await asyncio.sleep(fault.seconds or 0.0)
 
 
 async def _close_all(room: dict[str, Terminal]) -> None:

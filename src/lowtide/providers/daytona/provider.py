@@ -1,21 +1,22 @@
-"""Daytona as a provider: one hosted sandbox each, made and ended through Daytona's async SDK."""
+"""`DaytonaProvider`: the seam's primitives over Daytona's API. A sandbox id is Daytona's own; its name is the lease id."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
-import logging
-from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
-from datetime import datetime
-from typing import Any, ClassVar, Self
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lowtide import errors
-from lowtide.providers import derived, hosted
+from lowtide.providers import hosted
 from lowtide.providers.base import (
     LABEL_PREFIX,
     Capability,
     CodeResult,
-    ProcessHandle,
     ProcessSpec,
     Recovery,
     SandboxInfo,
@@ -25,23 +26,25 @@ from lowtide.providers.base import (
     Url,
     nothing_sent,
 )
-from lowtide.providers.daytona import changing, creation, looking, states
-from lowtide.providers.daytona.access import Access
-from lowtide.providers.daytona.boxes import Boxes
-from lowtide.providers.daytona.client import Client
-from lowtide.providers.daytona.deadline import within
-from lowtide.providers.daytona.failures import mapped, status_of, was_cut
+from lowtide.providers.daytona import channel, create, destroy, lookup
+from lowtide.providers.daytona.access import Access, Connection
+from lowtide.providers.daytona.errors import SERVICE
+from lowtide.providers.daytona.lookup import CALL_SECONDS, STATE_SECONDS
 from lowtide.providers.daytona.options import DaytonaOptions
+from lowtide.providers.inside import Channel, Clients, InsideProcess
+from lowtide.providers.inside.calls import Calls
 
-log = logging.getLogger("lowtide.daytona")
+if TYPE_CHECKING:
+    from daytona import AsyncSandbox
 
 CREATE_SECONDS = 60.0
 _LEASE = LABEL_PREFIX + "lease"
 _PREVIEW_HEADERS = {"X-Daytona-Skip-Preview-Warning": "true"}
+_KNOWN = 2048
 
 
-class DaytonaProvider:
-    """The primitives over Daytona's API. A sandbox id is Daytona's own; its name is the lease id."""
+class DaytonaProvider(Calls):
+    """One hosted sandbox each, made and ended through Daytona's async SDK, used through the program inside."""
 
     name: ClassVar[str] = "daytona"
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
@@ -74,11 +77,14 @@ class DaytonaProvider:
 
     def __init__(self, access: Access) -> None:
         self._access = access
-        self._client = Client(access)
-        self._boxes = Boxes(self._client)
-        self._fresh: dict[str, SandboxInfo] = {}
+        self._connection = Connection(access)
+        self._known: OrderedDict[str, AsyncSandbox] = OrderedDict()
+        self._ways: dict[str, channel.Way] = {}
+        self._terminals: set[channel.Terminal] = set()
+        self._made: dict[str, SandboxInfo] = {}
+        super().__init__(Clients("daytona", self._open_channel, self._key, text=True))
 
-    # Connection
+    # -- connecting
 
     @classmethod
     def connect(cls, environ: Mapping[str, str], options: Mapping[str, Any] | None = None) -> Self:
@@ -95,43 +101,39 @@ class DaytonaProvider:
         return self._access.credentials()
 
     async def aclose(self) -> None:
-        self._boxes.forget_all()
-        self._fresh.clear()
-        await self._client.aclose()
+        self.end_calls()
+        loop = asyncio.get_running_loop()
+        closed = {one.closed for one in self._terminals if one.closed.get_loop() is loop}
+        if closed:
+            await asyncio.wait(closed, timeout=5.0)
+        self._terminals.clear()
+        for forgotten in (self._known, self._ways, self._made):
+            forgotten.clear()
+        await self._connection.aclose()
 
-    # Lifecycle
+    # -- creating and looking
 
     async def create(self, spec: SandboxSpec) -> SandboxInfo:
         with nothing_sent():
-            sdk = await self._client.sdk()
-            asked = creation.parameters(spec, self._access.snapshot)
-        try:
-            with mapped():
-                # timeout=0: the SDK's own would be an alarm or a cancelled task; the bound is ours.
-                made = await within(CREATE_SECONDS, sdk.create(asked, timeout=0), "create")
-        except errors.LowtideError as error:
-            found = await self._made_all_the_same(spec, error)
-            if found is None:
-                raise
-            log.info("lease %s: the answer to create was lost; found %s", spec.lease_id, found.sandbox_id)
-            return found
-        info = states.info(made)
-        self._boxes.remember(made, spec.working_dir)
-        self._fresh[info.sandbox_id] = info
-        return info
+            sdk = await self._connection.sdk()
+            asked = create.parameters(spec, self._access.snapshot)
 
-    async def _made_all_the_same(self, spec: SandboxSpec, error: errors.LowtideError) -> SandboxInfo | None:
-        """A create that raised may have made it: its error says which, or its name does."""
-        known = getattr(error.__cause__, "sandbox_id", None)
-        if known is None and status_of(error.__cause__) != 409 and not was_cut(error):
-            return None
-        try:
-            found = await self.get(known) if known is not None else await self.find(spec)
-        except errors.LowtideError:
-            return None
-        if found is None or found.labels.get(_LEASE) != spec.lease_id or found.state.terminal:
-            return None
-        return found
+        async def make(seconds: float) -> SandboxInfo:
+            # timeout=0: the SDK's own would be an alarm or a cancelled task; the bound is ours.
+            made = await SERVICE.call(seconds, sdk.create(asked, timeout=0), "create")
+            info = self._made[made.id] = lookup.info_of(made)
+            self._remember(made)
+            self._ways[made.id] = channel.Way(spec.working_dir, fresh=True)
+            return info
+
+        return await hosted.recovered(
+            make,
+            lambda: self.find(spec),
+            service=SERVICE,
+            lease_id=spec.lease_id,
+            seconds=CREATE_SECONDS,
+            lost=lambda error: hosted.was_lost(error) or hasattr(error.__cause__, "sandbox_id"),
+        )
 
     async def find(self, spec: SandboxSpec) -> SandboxInfo | None:
         try:
@@ -142,163 +144,192 @@ class DaytonaProvider:
 
     async def get(self, sandbox_id: str) -> SandboxInfo:
         """By id, or by name: Daytona takes both."""
-        return await looking.info(self._client, sandbox_id)
+        return await lookup.info(self._connection, sandbox_id)
 
     async def attach(self, *, labels: Mapping[str, str]) -> SandboxInfo:
         """The one sandbox with these labels, confirmed by its id. Missing is an error, and so is more than one."""
-        return await looking.the_one(self._client, labels)
+        return await lookup.the_one(self._connection, labels)
 
     async def wait_ready(self, sandbox_id: str) -> SandboxInfo:
-        fresh = self._fresh.pop(sandbox_id, None)
-        if fresh is not None and fresh.state is SandboxState.RUNNING:
-            return fresh
-        return await looking.until_ready(self._client, sandbox_id)
+        made = self._made.pop(sandbox_id, None)
+        if made is not None and made.state is SandboxState.RUNNING:
+            return made
+        return await hosted.until_ready(lambda: self.get(sandbox_id), service=SERVICE, sandbox_id=sandbox_id)
 
     async def list(self, labels: Mapping[str, str]) -> AsyncIterator[SandboxInfo]:
-        async for info in looking.listed(self._client, labels):
+        async for info in lookup.listed(self._connection, labels):
             yield info
 
-    async def destroy(self, sandbox_id: str, *, grace_seconds: float = 0.0) -> bool:
-        from lowtide.providers.daytona import endings
+    # -- ending and changing
 
-        if not looking.is_name(sandbox_id):
+    async def destroy(self, sandbox_id: str, *, grace_seconds: float = 0.0) -> bool:
+        if not hosted.is_word(sandbox_id):
             return False
-        self._fresh.pop(sandbox_id, None)
-        self._boxes.forget(sandbox_id)
-        return await endings.delete(await self._client.sdk(), sandbox_id)
+        self._forget(sandbox_id)
+        return await destroy.delete(await self._connection.sdk(), sandbox_id)
 
     async def renew(self, sandbox_id: str, lifetime_seconds: float) -> datetime | None:
-        return await changing.renew(self._boxes, sandbox_id, lifetime_seconds)
-
-    # Stopping without deleting
+        box = await self._sandbox(sandbox_id)
+        lives = create.minutes(lifetime_seconds)
+        await SERVICE.call(CALL_SECONDS, box.set_ttl(lives), "set_ttl", sandbox_id)
+        if 0 < int(box.auto_stop_interval or 0) < lives:  # else one that is kept would be stopped first
+            await SERVICE.call(CALL_SECONDS, box.set_autostop_interval(lives), "set_autostop", sandbox_id)
+        with contextlib.suppress(errors.SandboxUnavailableError, errors.ValidationError):
+            await SERVICE.call(CALL_SECONDS, box.refresh_activity(), "refresh_activity", sandbox_id)
+        return datetime.now(UTC) + timedelta(minutes=lives)
 
     async def stop_only(self, sandbox_id: str, *, delete_after_seconds: float) -> None:
         """Stopped, and deleted by Daytona itself after that time: both clocks are set before it stops."""
-        await changing.delete_after(self._boxes, sandbox_id, delete_after_seconds)
+        box = await self._sandbox(sandbox_id)
+        after = create.minutes(delete_after_seconds)
+        await SERVICE.call(CALL_SECONDS, box.set_auto_delete_interval(after), "set_auto_delete", sandbox_id)
+        await SERVICE.call(CALL_SECONDS, box.set_ttl(after), "set_ttl", sandbox_id)
         await self.stop(sandbox_id)
 
     async def stop(self, sandbox_id: str) -> None:
         """Silent when it does not run."""
-        await changing.stop(self._client, self._boxes, sandbox_id)
+        if (await self.get(sandbox_id)).state is not SandboxState.STOPPED:
+            box = await self._sandbox(sandbox_id)
+            await SERVICE.call(STATE_SECONDS, box.stop(timeout=0), "stop", sandbox_id)
+        self._forget(sandbox_id)
 
     async def start(self, sandbox_id: str) -> None:
         """From stopped, archived or paused; silent when it runs."""
-        await changing.start(self._boxes, sandbox_id)
+        self._known.pop(sandbox_id, None)
+        box = await self._sandbox(sandbox_id)
+        if lookup.info_of(box).state is not SandboxState.RUNNING:
+            await SERVICE.call(STATE_SECONDS, box.start(timeout=0), "start", sandbox_id)
 
     async def archive(self, sandbox_id: str) -> None:
         """Its files go to object storage. It is stopped first; `start` brings it back."""
-        await changing.archive(self._client, self._boxes, sandbox_id)
+        await self.stop(sandbox_id)
+        box = await self._sandbox(sandbox_id)
+        await SERVICE.call(CALL_SECONDS, box.archive(), "archive", sandbox_id)
+        await lookup.until(self._connection, sandbox_id, "archived")
+        self._forget(sandbox_id)
 
     async def pause(self, sandbox_id: str) -> None:
-        await changing.pause(self._boxes, sandbox_id)
+        box = await self._sandbox(sandbox_id)
+        try:
+            await SERVICE.call(STATE_SECONDS, box.pause(timeout=0), "pause", sandbox_id)
+        except errors.ValidationError as error:
+            raise errors.UnsupportedError(
+                f"Daytona does not pause this sandbox: {error}",
+                feature="pause",
+                alternative="a snapshot whose class can be paused",
+                provider="daytona",
+                sandbox_id=sandbox_id,
+            ) from error
+        self._forget(sandbox_id)
 
     async def resume(self, sandbox_id: str) -> None:
         await self.start(sandbox_id)
 
-    # Commands
+    # -- commands, code and ports; files are `Calls`
 
-    async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> ProcessHandle:
-        from lowtide.providers.daytona.process import DaytonaProcess
-        from lowtide.providers.daytona.terminal import DaytonaTerminal
-
-        async def explain(error: errors.LowtideError) -> errors.LowtideError:
-            return await self._boxes.explained(error, sandbox_id)
-
-        async with self._boxes.inside(sandbox_id) as box:
-            with mapped(sandbox_id):
-                if spec.tty is not None:
-                    return await DaytonaTerminal.start(
-                        box.sdk, spec, working_dir=box.working_dir, explain=explain
-                    )
-                return await DaytonaProcess.start(
-                    box.sdk, box.sessions, spec, working_dir=box.working_dir, explain=explain
-                )
+    async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> InsideProcess:
+        return await (await self.clients.get(sandbox_id)).start(spec)
 
     async def run_code(
         self, sandbox_id: str, code: str, *, language: str, context: str | None, timeout_seconds: float | None
     ) -> CodeResult:
-        from lowtide.providers.daytona import code as interpreter
+        from lowtide.providers.daytona import interpreter
 
-        async with self._boxes.inside(sandbox_id) as box:
-            with mapped(sandbox_id):
-                return await interpreter.run(
-                    box.sdk, code, language=language, context=context, timeout_seconds=timeout_seconds
-                )
-
-    # Files and ports
-
-    async def read_file(self, sandbox_id: str, path: str) -> AsyncIterator[bytes]:
-        from lowtide.providers.daytona import files
-
-        if not _is_plain(path):
-            async for chunk in derived.read_file(self, sandbox_id, path):
-                yield chunk
-            return
-        async with (
-            self._boxes.inside(sandbox_id) as box,
-            contextlib.aclosing(files.read(box.sdk, path)) as chunks,  # type: ignore[type-var]
-        ):
-            async for chunk in chunks:
-                yield chunk
-
-    async def write_file(
-        self,
-        sandbox_id: str,
-        path: str,
-        chunks: AsyncIterable[bytes],
-        *,
-        size: int | None = None,
-        mode: int | None = None,
-    ) -> int:
-        from lowtide.providers.daytona import files
-
-        if not _is_plain(path):
-            return await derived.write_file(self, sandbox_id, path, chunks, mode=mode)
-        async with self._boxes.inside(sandbox_id) as box:
-            return await files.write(self, box.sdk, path, chunks, mode=mode)
-
-    async def read_tree(self, sandbox_id: str, path: str) -> AsyncIterator[bytes]:
-        async for chunk in derived.DerivedTrees(self).read_tree(sandbox_id, path):
-            yield chunk
-
-    async def write_tree(self, sandbox_id: str, path: str, chunks: AsyncIterable[bytes]) -> None:
-        from lowtide.providers.daytona import files
-
-        async with self._boxes.inside(sandbox_id) as box:
-            await files.write_tree(self, box.sdk, path, chunks)
+        async with self._used(sandbox_id) as box:
+            return await interpreter.run(
+                box, code, language=language, context=context, timeout_seconds=timeout_seconds
+            )
 
     async def url(self, sandbox_id: str, port: int) -> Url:
-        async with self._boxes.inside(sandbox_id) as box:
-            with mapped(sandbox_id):
-                asking = box.sdk.get_preview_link(port)
-                link = await within(looking.CALL_SECONDS, asking, "preview link", sandbox_id)
+        async with self._used(sandbox_id) as box:
+            link = await SERVICE.within(CALL_SECONDS, box.get_preview_link(port), "preview link", sandbox_id)
         headers = dict(_PREVIEW_HEADERS)
         if link.token:
             headers["X-Daytona-Preview-Token"] = link.token
         return Url(url=str(link.url).rstrip("/"), headers=headers)
 
-    # Snapshots
-
     async def snapshot(self, sandbox_id: str, name: str) -> str:
         from lowtide.providers.daytona import snapshots
 
-        try:
-            box = await self._boxes.get(sandbox_id)
-        except errors.SandboxNotFoundError as error:
-            raise looking.gone(sandbox_id) from error
-        return await snapshots.take(await self._client.sdk(), box.sdk, name)
+        async with self._used(sandbox_id) as box:
+            return await snapshots.take(await self._connection.sdk(), box, name)
 
     async def delete_snapshot(self, snapshot_id: str) -> bool:
         from lowtide.providers.daytona import snapshots
 
-        return await snapshots.delete(await self._client.sdk(), snapshot_id)
+        return await snapshots.delete(await self._connection.sdk(), snapshot_id)
 
     async def list_snapshots(self) -> Sequence[str]:
         from lowtide.providers.daytona import snapshots
 
-        return await snapshots.own(await self._client.sdk())
+        return await snapshots.own(await self._connection.sdk())
 
+    # -- the way in
 
-def _is_plain(path: str) -> bool:
-    """Whether the transfer carries this name: it goes through a header, which takes printable ASCII only."""
-    return path.isascii() and path.isprintable()
+    async def _open_channel(self, sandbox_id: str, first: bytes) -> Channel:
+        async with self._used(sandbox_id) as box:
+            way = self._ways.get(sandbox_id)
+            if way is None:  # it was ended or stopped from here
+                raise errors.SandboxUnavailableError("the sandbox was stopped", retryable=False)
+            fresh, way.fresh = way.fresh, False
+            if fresh and len(first) <= channel.LONGEST_FIRST:
+                answer = await channel.ask_once(box, way, first)
+                if answer is not None:
+                    return answer
+            terminal = await channel.open_terminal(self._connection, box, way, first)
+        self._terminals.add(terminal)
+        terminal.closed.add_done_callback(lambda _: self._terminals.discard(terminal))
+        return terminal
+
+    async def _key(self, sandbox_id: str) -> bytes:
+        """Each client has a server of its own; the one that was brought with the first command, two clients."""
+        way = self._ways.get(sandbox_id)
+        if way is None or not (way.fresh or way.reusable):
+            async with self._used(sandbox_id) as box:
+                way = self._ways[sandbox_id] = channel.Way((box.labels or {}).get(create.WORKING_DIR))
+        way.reusable = False
+        return way.key
+
+    @asynccontextmanager
+    async def _used(self, sandbox_id: str) -> AsyncIterator[AsyncSandbox]:
+        """For work in it. What goes wrong on the way is told as what it means: mostly that it is gone."""
+        try:
+            with SERVICE.mapped(sandbox_id):
+                yield await self._sandbox(sandbox_id)
+        except errors.UnsupportedError:
+            raise
+        except errors.LowtideError as error:
+            ambiguous = (errors.SandboxError, errors.ValidationError, errors.AuthenticationError)
+            meant = await hosted.explained(
+                error,
+                lambda: self.get(sandbox_id),
+                service=SERVICE,
+                sandbox_id=sandbox_id,
+                wake="start",
+                ambiguous=ambiguous,
+            )
+            if meant is error:
+                raise
+            self._forget(sandbox_id)
+            raise meant from error
+
+    async def _sandbox(self, sandbox_id: str) -> AsyncSandbox:
+        """The SDK's object. SandboxNotFoundError when there is none."""
+        known = self._known.get(sandbox_id)
+        if known is not None:
+            return known
+        if not hosted.is_word(sandbox_id):
+            raise SERVICE.missing(sandbox_id)
+        sdk = await self._connection.sdk()
+        return self._remember(await SERVICE.call(CALL_SECONDS, sdk.get(sandbox_id), "get", sandbox_id))
+
+    def _remember(self, box: AsyncSandbox) -> AsyncSandbox:
+        self._known[box.id] = box
+        while len(self._known) > _KNOWN:
+            self._known.popitem(last=False)
+        return box
+
+    def _forget(self, sandbox_id: str) -> None:
+        for known in (self._known, self._ways, self._made):
+            known.pop(sandbox_id, None)
+        self.forget_calls(sandbox_id)

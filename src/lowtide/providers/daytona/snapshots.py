@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lowtide import errors
-from lowtide.providers.daytona.deadline import within
-from lowtide.providers.daytona.failures import PROVIDER, mapped
-from lowtide.providers.daytona.looking import CALL_SECONDS, STATE_SECONDS
+from lowtide.providers.daytona.errors import SERVICE
+from lowtide.providers.daytona.lookup import CALL_SECONDS, STATE_SECONDS
 
 if TYPE_CHECKING:
     from daytona import AsyncDaytona, AsyncSandbox
@@ -20,24 +19,22 @@ _PAGE = 100
 
 async def take(sdk: AsyncDaytona, sandbox: AsyncSandbox, name: str) -> str:
     """Returns when others can start from it."""
-    with mapped(sandbox.id):
-        await within(STATE_SECONDS, sandbox.create_snapshot(name, timeout=0), "snapshot", sandbox.id)
-        deadline = time.monotonic() + STATE_SECONDS
-        while True:
-            found = await within(CALL_SECONDS, sdk.snapshot.get(name), "snapshot")
-            if str(getattr(found.state, "value", "")) in ("active", "inactive"):
-                return name
-            if time.monotonic() > deadline:
-                raise errors.RequestTimeoutError(
-                    f"snapshot {name} did not become active", provider=PROVIDER, sandbox_id=sandbox.id
-                )
-            await asyncio.sleep(0.2)
+    await SERVICE.call(STATE_SECONDS, sandbox.create_snapshot(name, timeout=0), "snapshot", sandbox.id)
+    deadline = time.monotonic() + STATE_SECONDS
+    while True:
+        found = await SERVICE.call(CALL_SECONDS, sdk.snapshot.get(name), "snapshot", sandbox.id)
+        if str(getattr(found.state, "value", "")) in ("active", "inactive"):
+            return name
+        if time.monotonic() > deadline:
+            raise errors.RequestTimeoutError(
+                f"snapshot {name} did not become active", provider="daytona", sandbox_id=sandbox.id
+            )
+        await asyncio.sleep(0.2)
 
 
 async def delete(sdk: AsyncDaytona, snapshot_id: str) -> bool:
     try:
-        with mapped():
-            await within(CALL_SECONDS, sdk.snapshot.delete(snapshot_id), "delete a snapshot")
+        await SERVICE.call(CALL_SECONDS, sdk.snapshot.delete(snapshot_id), "delete a snapshot")
     except errors.SandboxNotFoundError:
         return False
     return True
@@ -48,9 +45,8 @@ async def own(sdk: AsyncDaytona) -> Sequence[str]:
     found: list[str] = []
     page = 1
     while True:
-        with mapped():
-            listing = sdk.snapshot.list(page=page, limit=_PAGE)
-            listed = await within(CALL_SECONDS, listing, "list snapshots")
+        asking = sdk.snapshot.list(page=page, limit=_PAGE)
+        listed = await SERVICE.call(CALL_SECONDS, asking, "list snapshots")
         found += [
             str(one.name)
             for one in listed.items

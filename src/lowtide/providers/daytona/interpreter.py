@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide import errors
 from lowtide.providers.base import CodeResult
-from lowtide.providers.daytona.deadline import within
+from lowtide.providers.daytona.errors import SERVICE
 
 if TYPE_CHECKING:
     from daytona import AsyncSandbox
@@ -33,7 +33,7 @@ async def run(
         chosen["context"] = await _context(box, context)
     running = box.code_interpreter.run_code(code, timeout=max(1, math.ceil(seconds)), **chosen)
     try:
-        ran = await within(seconds + _CALL_SECONDS, running, "code", box.id)
+        ran = await SERVICE.within(seconds + _CALL_SECONDS, running, "code", box.id)
     except Exception as error:
         if "timed out" in str(error) and "Execution" in str(error):
             raise errors.CommandTimeoutError(
@@ -53,7 +53,7 @@ async def run(
 
 async def _context(box: AsyncSandbox, context_id: str) -> Any:
     listing = box.code_interpreter.list_contexts(request_timeout=_CALL_SECONDS)
-    for known in await within(_CALL_SECONDS, listing, "list contexts", box.id):
+    for known in await SERVICE.within(_CALL_SECONDS, listing, "list contexts", box.id):
         if known.id == context_id:
             return known
     raise errors.ValidationError(

@@ -6,14 +6,14 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from lowtide import errors
+from lowtide.providers import hosted
 from lowtide.providers.base import LABEL_PREFIX, NetworkMode, SandboxSpec
+from lowtide.providers.daytona.errors import SERVICE
 from lowtide.providers.daytona.options import DaytonaOptions
-from lowtide.providers.network.policy import Policy
 
 if TYPE_CHECKING:
     from daytona import CreateSandboxFromImageParams, CreateSandboxFromSnapshotParams
 
-PROVIDER = "daytona"
 WORKING_DIR = LABEL_PREFIX + "cwd"
 DEFAULT_LIFETIME = 300.0
 _GIB = 1 << 30
@@ -25,23 +25,26 @@ def parameters(
     """Raises ValidationError for what Daytona could only refuse."""
     from daytona import CreateSandboxFromImageParams, CreateSandboxFromSnapshotParams, Resources, VolumeMount
 
-    options = options_of(spec)
+    options = hosted.options_of(spec, DaytonaOptions, "daytona")
     image, snapshot = _start(spec, options)
+    labels = hosted.labels_of(spec, options.labels, "daytona")
+    if spec.working_dir is not None:
+        labels[WORKING_DIR] = spec.working_dir
     asked: dict[str, Any] = {
         "name": spec.lease_id,
         "language": "python",
-        "labels": _labels(spec, options),
+        "labels": labels,
         "env_vars": dict(spec.environment),
         "public": options.public,
         **_lifetime(spec, options),
         **_network(spec),
     }
-    if options.auto_archive_minutes is not None:
-        asked["auto_archive_interval"] = options.auto_archive_minutes
-    if options.target is not None:
-        asked["target"] = options.target
-    if options.user is not None:
-        asked["os_user"] = options.user
+    chosen = {
+        "auto_archive_interval": options.auto_archive_minutes,
+        "target": options.target,
+        "os_user": options.user,
+    }
+    asked.update({name: value for name, value in chosen.items() if value is not None})
     if options.volumes:
         asked["volumes"] = [
             VolumeMount(volume_id=volume, mount_path=path) for path, volume in options.volumes.items()
@@ -57,7 +60,7 @@ def parameters(
                 feature="limits without an image",
                 alternative="container_image=…",
                 argument="resources",
-                provider=PROVIDER,
+                provider="daytona",
             )
         return CreateSandboxFromSnapshotParams(snapshot=snapshot or default_snapshot, **asked)
     resources = Resources(
@@ -66,18 +69,6 @@ def parameters(
         disk=_whole("disk", spec.limits.disk_bytes, _GIB),
     )
     return CreateSandboxFromImageParams(image=image, resources=resources, **asked)
-
-
-def options_of(spec: SandboxSpec) -> DaytonaOptions:
-    if spec.options is None:
-        return DaytonaOptions()
-    if not isinstance(spec.options, DaytonaOptions):
-        raise errors.ValidationError(
-            f"options for daytona are DaytonaOptions, not {type(spec.options).__name__}",
-            argument="provider_options",
-            provider=PROVIDER,
-        )
-    return spec.options
 
 
 def minutes(seconds: float) -> int:
@@ -90,24 +81,9 @@ def _start(spec: SandboxSpec, options: DaytonaOptions) -> tuple[str | None, str 
     snapshot = spec.snapshot or options.snapshot
     if image is not None and snapshot is not None:
         raise errors.ValidationError(
-            "a sandbox starts from a snapshot or from an image", argument="image", provider=PROVIDER
+            "a sandbox starts from a snapshot or from an image", argument="image", provider="daytona"
         )
     return image, snapshot
-
-
-def _labels(spec: SandboxSpec, options: DaytonaOptions) -> dict[str, str]:
-    labels = {str(key): str(value) for key, value in options.labels.items()}
-    reserved = next((key for key in labels if key.startswith(LABEL_PREFIX)), None)
-    if reserved is not None:
-        raise errors.ValidationError(
-            f"label {reserved!r} begins with {LABEL_PREFIX!r}, which is lowtide's own",
-            argument="labels",
-            provider=PROVIDER,
-        )
-    labels.update(spec.labels.as_dict())
-    if spec.working_dir is not None:
-        labels[WORKING_DIR] = spec.working_dir
-    return labels
 
 
 def _lifetime(spec: SandboxSpec, options: DaytonaOptions) -> dict[str, int]:
@@ -126,20 +102,7 @@ def _network(spec: SandboxSpec) -> dict[str, Any]:
         return {}
     if spec.network.mode is NetworkMode.NONE:
         return {"network_block_all": True}
-    ranges, names = [], []
-    for entry in Policy.of(spec.network.allow).entries:
-        if entry.range is None:
-            names.append(entry.text)
-        elif entry.range.version == 4:
-            ranges.append(str(entry.range))
-        else:
-            raise errors.UnsupportedError(
-                f"Daytona's allow-list takes IPv4 ranges and names, not {entry.text}",
-                feature="network-allow of IPv6",
-                alternative="the host's name, or the local provider",
-                argument="network",
-                provider=PROVIDER,
-            )
+    ranges, names = hosted.only_ipv4(spec.network.allow, SERVICE)
     asked = {}
     if ranges:
         asked["network_allow_list"] = ",".join(ranges)
@@ -158,6 +121,6 @@ def _whole(name: str, value: float | None, unit: int = 1) -> int | None:
             feature=f"{name} of {value:g}{'' if unit == 1 else ' bytes'}",
             alternative=f"{name} in {steps}",
             argument="resources",
-            provider=PROVIDER,
+            provider="daytona",
         )
     return int(value // unit)

@@ -1,0 +1,230 @@
+"""The way into a sandbox: the program inside, brought and started through the daemon's own calls.
+
+The first command of a sandbox made here goes with the program in one `execute` request, whose answer is the
+command's. Everything after that goes over one terminal's WebSocket. docs/daytona.md has the measurements.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import secrets
+import shlex
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from lowtide import errors
+from lowtide.providers.daytona.access import Connection
+from lowtide.providers.daytona.errors import SERVICE
+from lowtide.providers.hosted import backoff, was_lost
+from lowtide.providers.inside import Spent, program
+
+if TYPE_CHECKING:
+    from aiohttp import ClientWebSocketResponse, WSMessage
+    from daytona import AsyncSandbox
+
+_FIRST = "LOWTIDE_FIRST"
+LONGEST_FIRST = 100_000
+"""The kernel takes no variable of more than 128 KiB."""
+_EXECUTE_SECONDS = 10.0
+_TRIES = 5
+_PIECE = 256 << 10
+_HEARTBEAT_SECONDS = 30.0
+_CLOSE_SECONDS = 2.0
+_NOISE = 64 << 10
+
+
+@dataclass(slots=True)
+class Way:
+    """How to reach one server in one sandbox. Whoever knows the name and not the key is not heard."""
+
+    working_dir: str | None
+    fresh: bool = False
+    """Nothing has run in the sandbox yet that could see what `execute` is told."""
+    reusable: bool = False
+    """The server answered in full and may be used by the next client. One that failed is never asked again."""
+    name: str = field(default_factory=lambda: secrets.token_hex(10))
+    key: bytes = field(default_factory=program.new_key)
+
+
+class Answer:
+    """Implements `inside.Channel` over the answer of one request."""
+
+    def __init__(self, text: bytes) -> None:
+        self._text = text
+
+    async def send(self, data: bytes) -> None:
+        raise BrokenPipeError("an answer takes no more")
+
+    async def receive(self) -> bytes:
+        text, self._text = self._text, b""
+        if not text:
+            raise Spent
+        return text
+
+    def close(self) -> None:
+        return None
+
+
+class Terminal:
+    """Implements `inside.Channel` over a terminal's WebSocket."""
+
+    def __init__(self, socket: ClientWebSocketResponse) -> None:
+        self._socket = socket
+        self._begun = b""
+        self._closing: asyncio.Task[None] | None = None
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def send(self, data: bytes) -> None:
+        for at in range(0, len(data), _PIECE):
+            await self._socket.send_bytes(data[at : at + _PIECE])
+
+    async def receive(self) -> bytes:
+        begun, self._begun = self._begun, b""
+        if begun:
+            return begun
+        while (data := _bytes_of(await self._socket.receive())) == b"":
+            pass
+        return data or b""
+
+    async def until(self, mark: bytes) -> bytes:
+        """What came before it: a shell's noise, before it is silent."""
+        said = b""
+        while mark not in said:
+            data = await self.receive()
+            if not data or len(said) > _NOISE:
+                words = said[-400:].decode("utf-8", "replace").strip()
+                raise errors.SandboxUnavailableError(f"the terminal does not answer: {words or 'it ended'}")
+            said += data
+        before, _, self._begun = said.partition(mark)
+        return before
+
+    def close(self) -> None:
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().create_task(self._close())
+
+    async def _close(self) -> None:
+        try:
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(_CLOSE_SECONDS):
+                    await self._socket.close()
+        finally:
+            self.closed.set_result(None)
+
+
+def _bytes_of(message: WSMessage) -> bytes | None:
+    """None at the end; empty for what is said about the terminal and not by it."""
+    from aiohttp import WSMsgType
+
+    if message.type is WSMsgType.BINARY:
+        return bytes(message.data)
+    if message.type is not WSMsgType.TEXT:
+        return None
+    try:
+        said = json.loads(message.data)
+        if said["type"] == "control":
+            return b"" if said["status"] == "connected" else None
+    except (ValueError, TypeError, KeyError):
+        pass
+    return str(message.data).encode()
+
+
+async def ask_once(sandbox: AsyncSandbox, way: Way, first: bytes) -> Answer | None:
+    """The program, what it is told first, and what comes of it, in one request.
+
+    Sent again when its answer is lost: the program knows what it was told before by its place in the stream.
+    None: the sandbox has another processor than most.
+    """
+    text = _EXECUTED.format(
+        first=_FIRST, path=_PATH, enter=_enter(way), name=way.name, program=_packed("x86_64")
+    )
+    tries = 0
+    for delay in backoff(0.05, 1.0):
+        try:
+            asking = sandbox.process.exec(text, env={_FIRST: first.decode("ascii")})
+            answer = await SERVICE.call(_EXECUTE_SECONDS, asking, "the first command", sandbox.id)
+            break
+        except errors.LowtideError as error:
+            tries += 1
+            if not was_lost(error) or tries >= _TRIES:
+                raise
+            await asyncio.sleep(delay)
+    said = (answer.result or "").encode()
+    if not said.startswith(b"~") and b"\n~" not in said:
+        if b"xec format error" in said:
+            return None
+        raise _not_started(said, sandbox.id)
+    way.reusable = True
+    return Answer(said)
+
+
+async def open_terminal(connection: Connection, sandbox: AsyncSandbox, way: Way, first: bytes) -> Terminal:
+    """A shell on a terminal of its own that becomes the program. It gets the rest when it is silent."""
+    session, headers = await connection.session()
+    address = f"{str(sandbox.toolbox_proxy_url).rstrip('/')}/{quote(sandbox.id)}/process/pty/create-connect"
+    name, mark = f"lowtide-{secrets.token_hex(10)}", secrets.token_hex(10)
+    socket = await session.ws_connect(
+        f"{address}?id={name}&cols=80&rows=24",
+        headers=headers,
+        heartbeat=_HEARTBEAT_SECONDS,
+        max_msg_size=0,
+    )
+    channel = Terminal(socket)
+    script = _TYPED.format(begin=mark[:10], end=mark[10:], path=_PATH, enter=_enter(way), name=way.name)
+    try:
+        # Typed text is echoed, so the mark is spelled in two halves; a history keeps no line that begins so.
+        await channel.send(f" exec /bin/sh -c {shlex.quote(script)}\n".encode())
+        await channel.until(mark.encode())
+        machine = (await channel.until(b";")).decode("ascii", "replace")
+        packed, size = _packed(machine).encode(), len(program.program(machine))
+        await channel.send(b"%d %d\n" % (len(packed), size) + packed + first)
+    except BaseException as error:
+        channel.close()
+        if isinstance(error, Exception):
+            with contextlib.suppress(Exception):  # a shell that waits there for nobody
+                await SERVICE.within(_CLOSE_SECONDS, sandbox.process.kill_pty_session(name), "end a terminal")
+        raise
+    return channel
+
+
+# The second text is on the program's standard input: what is to be said, to its end.
+_EXECUTED = """f=${first} p={path}
+unset {first}
+{enter}base64 -d >"$p" <<'P' && chmod 700 "$p" && exec "$p" serve {name} text once own <<F
+{program}
+P
+$f
+F
+"""
+# A shell whose connection is lost before it has the program sees an end after ten seconds.
+_TYPED = """stty raw -echo min 0 time 100;printf '%s%s%s;' {begin} {end} "$(uname -m)";p={path};unset TERM
+{enter}read -r n m;dd bs="$n" count=1 iflag=fullblock 2>/dev/null|base64 -d >"$p" 2>/dev/null
+[ "$(wc -c <"$p")" -eq "$m" ]&&chmod 700 "$p"&&exec "$p" serve {name} text own
+rm -f "$p" """
+_PATH = '"${TMPDIR:-/tmp}/.lowtide-$$"'  # the program removes it as soon as it runs
+
+
+def _enter(way: Way) -> str:
+    if way.working_dir is None:
+        return ""
+    where = shlex.quote(way.working_dir)
+    return f"cd -- {where} 2>/dev/null||{{ mkdir -p -- {where}&&cd -- {where};}}||exit 126\n"
+
+
+@cache
+def _packed(architecture: str) -> str:
+    return base64.b64encode(program.program(architecture, provider="daytona")).decode("ascii")
+
+
+def _not_started(said: bytes, sandbox_id: str) -> errors.SandboxUnavailableError:
+    words = said[-400:].decode("utf-8", "replace").strip()
+    return errors.SandboxUnavailableError(
+        f"the program could not be started in the sandbox: {words or 'it ended'}",
+        retryable=False,
+        provider="daytona",
+        sandbox_id=sandbox_id,
+    )
