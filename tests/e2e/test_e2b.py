@@ -343,9 +343,10 @@ def test_input_that_a_command_ends_on_has_arrived(emulator: Any, make: Callable[
             handle = await provider.start_process(sandbox_id, command)
             # A BrokenPipeError here would say that the last piece of a directory was not taken.
             await handle.write_stdin(b"x")
+            code = await handle.wait()
             await handle.aclose()
             await provider.aclose()
-            return await handle.wait()
+            return code
 
     assert engine().run(feed(), SECONDS) == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import time
 from collections.abc import Iterator
@@ -23,7 +24,9 @@ from lowtide.errors import (
 from lowtide.lifecycle.lease import Outcome, new_lease_id
 from lowtide.providers.base import Labels, SandboxSpec
 from lowtide.providers.e2b import E2BProvider
-from lowtide.providers.e2b import provider as provider_module
+from lowtide.providers.e2b import channel as channel_module
+from lowtide.providers.e2b import create as create_module
+from lowtide.providers.e2b import destroy as destroy_module
 
 pytestmark = [*needs_emulator, pytest.mark.timeout(300)]
 
@@ -79,7 +82,7 @@ def test_every_answer_lost_leaves_nothing(emulator: Any, fault: str) -> None:
 def test_what_a_lost_create_made_is_found_by_its_labels_alone(
     emulator: Any, provider: E2BProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(provider_module, "CREATE_SECONDS", 1.0)
+    monkeypatch.setattr(create_module, "CREATE_SECONDS", 1.0)
     emulator.faults.add("create-slow", seconds=3.0)
     asked = spec()
     with pytest.raises(RequestTimeoutError):
@@ -126,7 +129,7 @@ def test_a_kill_that_is_only_acknowledged_is_noticed(emulator: Any) -> None:
 def test_a_kill_that_hangs_has_an_outer_deadline(
     emulator: Any, provider: E2BProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(provider_module, "KILL_SECONDS", 1.0)
+    monkeypatch.setattr(destroy_module, "KILL_SECONDS", 1.0)
     made = engine().run(provider.create(spec()), SECONDS)
     emulator.faults.add("kill-hangs", seconds=30.0)
     with pytest.raises(RequestTimeoutError) as caught:
@@ -167,6 +170,48 @@ def test_gone_in_the_middle_of_a_command(emulator: Any) -> None:
     with pytest.raises(SandboxGone):
         box.exec(["sleep", "1000"]).result(SECONDS)
     assert box.stop().result(SECONDS).outcome is Outcome.ALREADY_GONE
+
+
+_COUNTED = """
+import hashlib, sys
+digest = hashlib.sha256()
+for number in range(800):
+    data = hashlib.sha256(str(number).encode()).digest() * 2048
+    digest.update(data)
+    sys.stdout.buffer.write(data)
+sys.stdout.flush()
+sys.stderr.write(digest.hexdigest())
+"""
+
+
+def test_fifty_megabytes_across_ten_drops_and_the_command_runs_once(emulator: Any) -> None:
+    with Sandbox.run(provider="e2b") as box:
+        box.exec(["true"]).result(SECONDS)
+        match = {"sandbox_id": str(box.sandbox_id), "user": "user"}
+        fault = emulator.faults.add("exec-dropped", match=match, seconds=0.05, count=9)
+        [first] = [one for one in channel_module._channels if one._sandbox.sandbox_id == box.sandbox_id]
+        script = 'echo ran >>/tmp/counter; exec python3 -c "$1"'
+        running = box.exec(["sh", "-c", script, "sh", _COUNTED])
+        engine().loop.call_soon_threadsafe(first._pump.cancel)  # the tenth: what is there already breaks, too
+        result = running.result(SECONDS)
+        assert emulator.faults.hits(fault) == 9
+        assert len(result.stdout_bytes) == 800 * 65536
+        assert hashlib.sha256(result.stdout_bytes).hexdigest() == result.stderr
+        assert box.read_file("/tmp/counter").result(SECONDS) == b"ran\n"
+        assert box.exec(["sh", "-c", "ls -A /tmp | grep -v counter || true"]).result(SECONDS).stdout == ""
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.3], ids=["before the program answers", "in the middle"])
+def test_a_command_whose_stream_drops_runs_once_and_keeps_its_result(emulator: Any, seconds: float) -> None:
+    with Sandbox.run(provider="e2b") as box:
+        box.wait(SECONDS)
+        fault = emulator.faults.add(
+            "exec-dropped", seconds=seconds, match={"sandbox_id": str(box.sandbox_id)}
+        )
+        script = "echo x >>/tmp/counter; sleep 0.5; wc -l </tmp/counter; exit 3"
+        result = box.exec(["sh", "-c", script]).result(SECONDS)
+        assert (result.stdout.strip(), result.returncode) == ("1", 3)
+        assert emulator.faults.hits(fault) == 1
 
 
 def test_a_stale_token_is_fetched_anew(emulator: Any) -> None:

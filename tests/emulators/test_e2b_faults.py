@@ -13,6 +13,7 @@ from lowtide.emulators.handle import Handle
 
 sdk = pytest.importorskip("e2b")
 httpx = pytest.importorskip("httpx")
+ConnectError = pytest.importorskip("connectrpc.errors").ConnectError
 Create = Callable[..., Any]
 
 
@@ -151,6 +152,19 @@ def test_the_sandbox_is_gone_in_the_middle_of_a_command(e2b: Handle, attempt: Cr
     with pytest.raises(sdk.TimeoutException, match="killed or reached its end of life"):
         command.wait()
     assert made_by(e2b, job) == []
+
+
+def test_the_stream_of_a_command_breaks_and_the_command_goes_on(
+    e2b: Handle, attempt: Create, job: str
+) -> None:
+    sandbox = attempt()
+    fault = e2b.faults.add("exec-dropped", match={"job": job, "operation": "start"}, seconds=0.2)
+    command = sandbox.commands.run("sleep 1; echo x >> count; echo done", background=True)
+    with pytest.raises((sdk.SandboxException, ConnectError)):
+        command.wait()
+    assert e2b.faults.hits(fault) == 1
+    assert sandbox.commands.connect(command.pid).wait().stdout == "done\n"
+    assert sandbox.files.read("count") == "x\n"
 
 
 def test_a_stale_key_and_a_stale_token_are_refused_once(e2b: Handle, attempt: Create, job: str) -> None:

@@ -203,6 +203,7 @@ class ProcessService:
         if fault := self.ground.faults.take(FaultName.GONE_MID_COMMAND, "e2b", facts):
             loop = asyncio.get_running_loop()
             loop.call_later(fault.seconds or 0.5, lambda: self._vanish(sandbox))
+        self._drop_later(request, sandbox, process, "start")
         await stream.open()
         await stream.send({"event": {"start": {"pid": pid}}})
         return await self._follow(request, sandbox, process, listening, stream, timeout)
@@ -220,6 +221,7 @@ class ProcessService:
         listening = process.listen()
         if process.end is not None:
             listening.put_nowait(None)
+        self._drop_later(request, sandbox, process, "connect")
         await stream.send({"event": {"start": {"pid": process.pid}}})
         return await self._follow(request, sandbox, process, listening, stream, timeout)
 
@@ -375,6 +377,14 @@ class ProcessService:
     def _time_out(self, sandbox: Sandbox, process: GuestProcess) -> None:
         if process.end is None and not sandbox.cut.is_set():
             self.emulator.background(self._signal(sandbox, process, "KILL"))
+
+    def _drop_later(
+        self, request: web.Request, sandbox: Sandbox, process: GuestProcess, operation: str
+    ) -> None:
+        facts = {**sandbox.metadata, "sandbox_id": sandbox.sandbox_id, "user": process.user}
+        fault = self.ground.faults.take(FaultName.EXEC_DROPPED, "e2b", {**facts, "operation": operation})
+        if fault is not None:
+            asyncio.get_running_loop().call_later(fault.seconds or 0.0, drop, request)
 
     def _vanish(self, sandbox: Sandbox) -> None:
         if sandbox.sandbox_id in self.sandboxes.table:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from lowtide.errors import AuthenticationError
 from lowtide.providers import hosted
@@ -17,7 +19,7 @@ DEFAULT_DOMAIN = "e2b.app"
 
 _OPTIONS = {"api_key": KEY, "domain": DOMAIN, "api_url": API_URL, "sandbox_url": SANDBOX_URL}
 _OPTIONS |= {"proxy": "", "template": TEMPLATE}
-_WAY = (*hosted.WAY, "E2B_HTTP_VERSION", "E2B_MAX_CONNECTIONS", "E2B_CONNECTION_RETRIES")
+_WAY = ("E2B_HTTP_VERSION", "E2B_MAX_CONNECTIONS", "E2B_CONNECTION_RETRIES")
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
@@ -43,7 +45,7 @@ class Access:
                 f"E2B needs an API key: set {KEY}, or use the emulator (lowtide emulate e2b)",
                 provider=PROVIDER,
             )
-        way = {name: environ[name] for name in _WAY if environ.get(name)}
+        way = hosted.way_of(environ, *_WAY)
         if found["proxy"] is None and any(os.environ.get(name) != way.get(name) for name in _PROXIES):
             found["proxy"] = next((way[name] for name in _PROXIES if name in way), None)
         found["domain"] = found["domain"] or DEFAULT_DOMAIN
@@ -53,6 +55,12 @@ class Access:
     def account(self) -> str:
         where = self.api_url or f"https://api.{self.domain}"
         return hosted.account(PROVIDER, where, self.api_key)
+
+    @property
+    def architecture(self) -> str:
+        """Of the sandboxes: E2B's machines have one, and an emulator's are this machine."""
+        here = urlsplit(self.sandbox_url or self.api_url or "").hostname in ("127.0.0.1", "::1", "localhost")
+        return platform.machine() if here else "x86_64"
 
     def credentials(self) -> dict[str, str]:
         known = {KEY: self.api_key, DOMAIN: self.domain, **self.way}

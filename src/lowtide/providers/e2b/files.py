@@ -1,4 +1,4 @@
-"""Bytes in and out of files, through envd's own transfer; memory stays bounded."""
+"""Large files through envd's own transfer, which streams: 256 KiB in flight is all that a command's input allows."""
 
 from __future__ import annotations
 
@@ -6,29 +6,26 @@ import asyncio
 import contextlib
 import posixpath
 import secrets
-from collections.abc import AsyncIterable, AsyncIterator
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
 
 from lowtide import errors
 from lowtide.providers import hosted
-from lowtide.providers.derived import Ran, file_error
-from lowtide.providers.e2b import script
-from lowtide.providers.e2b.deadline import within
-from lowtide.providers.e2b.envd import alone
-
-if TYPE_CHECKING:
-    from e2b import AsyncSandbox
+from lowtide.providers.e2b.errors import SERVICE
+from lowtide.providers.e2b.sdk import LazySandbox
+from lowtide.providers.inside import Client
+from lowtide.providers.inside import files as inside
 
 IDLE_SECONDS = 120.0
 """How long a transfer may stand still."""
+SMALL_BYTES = 256 << 10
+"""Up to here one round trip to the program inside does it."""
 _REMOVE_SECONDS = 10.0
-_SMALL_BYTES = 256 << 10
 _PIECE_BYTES = 512 << 10
 
 
-async def read(box: AsyncSandbox, path: str, *, user: str | None) -> AsyncIterator[bytes]:
+async def read(box: LazySandbox, path: str, *, user: str | None) -> AsyncIterator[bytes]:
     opening = box.files.read(path, format="stream", user=user)
-    reader = await within(IDLE_SECONDS, opening, f"reading {path}", box.sandbox_id)
+    reader = await SERVICE.within(IDLE_SECONDS, opening, f"reading {path}", box.sandbox_id)
     try:
         chunks = aiter(reader)
         while piece := await _piece(chunks):
@@ -57,67 +54,42 @@ async def _piece(chunks: AsyncIterator[bytes]) -> bytes:
 
 
 async def write(
-    box: AsyncSandbox,
-    path: str,
-    chunks: AsyncIterable[bytes],
-    *,
-    size: int | None,
-    user: str | None,
-    mode: int | None,
+    box: LazySandbox, client: Client, path: str, source: hosted.Counted, *, user: str | None, mode: int | None
 ) -> int:
-    """All or nothing: what was there stays until all of the new content has arrived."""
-    counted = hosted.Counted(chunks)
-    if size is not None and size <= _SMALL_BYTES:
-        # Sent in one piece, once its source has given all of it.
-        content = b"".join([chunk async for chunk in aiter(counted)])
-        await within(
-            IDLE_SECONDS, box.files.write(path, content, user=user), f"writing {path}", box.sandbox_id
-        )
-        if mode is not None:
-            await _run(box, path, 'exec chmod -- "$1" "$2"', f"{mode:o}", path, user=user)
-        return counted.bytes
-    aside = posixpath.join(posixpath.dirname(path), f".lowtide-{secrets.token_hex(8)}")
+    """Beside its place first, because envd writes in place; then the program inside puts it there in one step."""
+    aside = posixpath.join(posixpath.dirname(path), f".lowtide-{secrets.token_hex(8)}.part")
     try:
-        await _upload(box, aside, counted, user=user)
-        await _run(box, path, _REPLACE, aside, path, f"{mode:o}" if mode is not None else "", user=user)
+        with SERVICE.mapped(box.sandbox_id, path=path):
+            await _upload(box, aside, source, user=user)
+        await inside.replace_file(client, path, aside, mode=mode)
     except BaseException:
         # Before anybody hears of the end, so that nothing of it is left by then.
-        await asyncio.shield(asyncio.ensure_future(_removed(box, aside, user)))
+        await asyncio.shield(asyncio.ensure_future(_removed(client, aside)))
         raise
-    return counted.bytes
+    return source.bytes
 
 
-# Into the place of what is there, with its owner and mode. Through links, and into what is no plain file.
-_REPLACE = """t=$(readlink -f -- "$2";echo x);t=${t%?x};[ -n "$t" ]||t=$2
-if [ -d "$t" ];then echo "$2: Is a directory" >&2;exit 1;fi
-if [ -e "$t" ]&&[ ! -f "$t" ];then cat -- "$1" >"$t"&&exec rm -f -- "$1";exit 1;fi
-if [ -e "$t" ];then chown --reference="$t" -- "$1" 2>/dev/null;chmod --reference="$t" -- "$1"||exit 1;fi
-[ -z "$3" ]||chmod -- "$3" "$1"||exit 1
-exec mv -fT -- "$1" "$t" """
-
-
-async def _upload(box: AsyncSandbox, path: str, counted: hosted.Counted, *, user: str | None) -> None:
-    call = asyncio.ensure_future(_send(box, path, aiter(counted), user))
+async def _upload(box: LazySandbox, path: str, source: hosted.Counted, *, user: str | None) -> None:
+    call = asyncio.ensure_future(_send(box, path, aiter(source), user))
     try:
         before = -1
         while not (await asyncio.wait({call}, timeout=IDLE_SECONDS))[0]:
-            if counted.moved == before:
+            if source.moved == before:
                 raise errors.RequestTimeoutError(
                     f"E2B took no data for {IDLE_SECONDS:g} s", provider="e2b", sandbox_id=box.sandbox_id
                 )
-            before = counted.moved
+            before = source.moved
         call.result()
     except BaseException:
-        if counted.error is not None:  # the source's own, which the transport wraps
-            raise counted.error from None
+        if source.error is not None:  # the source's own, which the transport wraps
+            raise source.error from None
         raise
     finally:
         if not call.done():
-            call.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-            call.cancel()
+            hosted.let_go(call)
 
 
-async def _send(box: AsyncSandbox, path: str, chunks: AsyncIterator[bytes], user: str | None) -> None:
+async def _send(box: LazySandbox, path: str, chunks: AsyncIterator[bytes], user: str | None) -> None:
     from e2b.sandbox.filesystem import filesystem
     from e2b.sandbox_async.filesystem import filesystem as using
 
@@ -137,14 +109,7 @@ async def _send(box: AsyncSandbox, path: str, chunks: AsyncIterator[bytes], user
         raise error
 
 
-async def _run(box: AsyncSandbox, path: str, text: str, *arguments: str, user: str | None) -> None:
-    work = alone(box, script.plain("LC_ALL=C;" + text, *arguments), user=user)
-    code, said = await within(IDLE_SECONDS, work, f"writing {path}", box.sandbox_id)
-    if code != 0:
-        raise file_error(Ran(code, b"", said), path, provider="e2b", sandbox_id=box.sandbox_id)
-
-
-async def _removed(box: AsyncSandbox, path: str, user: str | None) -> None:
+async def _removed(client: Client, path: str) -> None:
     with contextlib.suppress(Exception):  # the sandbox may be gone, which is why the transfer failed
-        work = alone(box, script.plain('exec rm -f -- "$1"', path), user=user)
-        await within(_REMOVE_SECONDS, work, "remove", box.sandbox_id)
+        async with asyncio.timeout(_REMOVE_SECONDS):
+            await inside.remove(client, path, recursive=False)

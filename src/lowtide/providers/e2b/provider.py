@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib.util
-import logging
 import math
-import time
-from collections.abc import AsyncIterable, AsyncIterator, Coroutine, Mapping, Sequence
+import os
+from collections import OrderedDict
+from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 from lowtide import errors
-from lowtide.providers import derived, hosted
+from lowtide.providers import hosted
 from lowtide.providers.base import (
     LABEL_PREFIX,
     Capability,
     CodeResult,
-    Labels,
-    ProcessHandle,
     ProcessSpec,
     Recovery,
     SandboxInfo,
@@ -29,33 +27,24 @@ from lowtide.providers.base import (
     Url,
     nothing_sent,
 )
-from lowtide.providers.e2b import creation
+from lowtide.providers.e2b import create, files, lookup, snapshots
 from lowtide.providers.e2b.access import Access
-from lowtide.providers.e2b.boxes import Box, Boxes
-from lowtide.providers.e2b.control import Control
-from lowtide.providers.e2b.creation import options_of
-from lowtide.providers.e2b.deadline import within
-from lowtide.providers.e2b.described import failed, gone, info_of
-from lowtide.providers.e2b.failures import mapped, status_of
+from lowtide.providers.e2b.channel import EnvdChannel, Server, all_closed, open_channel
+from lowtide.providers.e2b.destroy import Destroy
+from lowtide.providers.e2b.errors import SERVICE
 from lowtide.providers.e2b.options import E2BOptions
+from lowtide.providers.e2b.sdk import LazySandbox, SdkSandbox, sandbox_class
+from lowtide.providers.inside import Client, Clients, InsideProcess
+from lowtide.providers.inside import files as inside
+from lowtide.providers.inside.calls import Calls
 
-if TYPE_CHECKING:
-    from e2b import AsyncSandbox
-
-log = logging.getLogger("lowtide.e2b")
-
-T = TypeVar("T")
-
-CREATE_SECONDS = 45.0
-KILL_SECONDS = 20.0
-CALL_SECONDS = 30.0
-SNAPSHOT_SECONDS = 300.0
-CONFIRM_SECONDS = 10.0
-"""How long a sandbox may still be there after its end was acknowledged, before it is killed again."""
-_LEASE = LABEL_PREFIX + "lease"
+_MOST = 2048
+"""Sandboxes that are remembered; the oldest is asked about again when it is used."""
+_TRIES = 3
+"""To open a channel whose stream breaks before the program has answered."""
 
 
-class E2BProvider:
+class E2BProvider(Calls):
     """The primitives over E2B's API. A sandbox id is E2B's own."""
 
     name: ClassVar[str] = "e2b"
@@ -88,11 +77,16 @@ class E2BProvider:
 
     def __init__(self, access: Access) -> None:
         self._access = access
-        self._control = Control(access)
-        self._boxes = Boxes()
+        self._destroy = Destroy(access)
+        self._known: OrderedDict[str, SdkSandbox] = OrderedDict()
         self._fresh: dict[str, SandboxInfo] = {}
+        self._servers: dict[tuple[str, str | None], Server] = {}
+        self._others: dict[str, Clients] = {}
+        """The clients of users that are not the sandbox's own: envd starts a process as a user, so each has a server."""
+        self._process_id = os.getpid()
+        super().__init__(self._new_clients(None))
 
-    # Connection
+    # -- connecting
 
     @classmethod
     def connect(cls, environ: Mapping[str, str], options: Mapping[str, Any] | None = None) -> Self:
@@ -109,228 +103,194 @@ class E2BProvider:
         return self._access.credentials()
 
     async def aclose(self) -> None:
-        self._boxes.clear()
+        for clients in self._others.values():
+            clients.close()
+        self.end_calls()
+        self._known.clear()
         self._fresh.clear()
-        from lowtide.providers.e2b import pool
-        from lowtide.providers.e2b.process import all_closed
+        from lowtide.providers.e2b import transport
 
         await all_closed()
-        pool.leave(self)
+        transport.leave(self)
 
-    def _sdk(self) -> type[AsyncSandbox]:
+    def _sdk(self) -> type[LazySandbox]:
         """The SDK's class, imported on first use."""
-        from lowtide.providers.e2b import forked, pool
+        from lowtide.providers.e2b import transport
 
-        pool.join(self)
-        forked.repair()
-        from lowtide.providers.e2b.sdk import sandbox_class
-
+        transport.join(self)
+        if (
+            self._process_id != os.getpid()
+        ):  # the SDK's objects hold connections of the process before the fork
+            self._process_id = os.getpid()
+            self._known.clear()
         return sandbox_class()
 
-    # Lifecycle
+    # -- creating
 
     async def create(self, spec: SandboxSpec) -> SandboxInfo:
         with nothing_sent():
-            self._sdk()
-            options = options_of(spec)
-            asked = creation.arguments(spec, options, self._access.template)
-        began = time.monotonic()
-        try:
-            made = await self._create(asked, CREATE_SECONDS)
-        except errors.SandboxUnavailableError as error:
-            # What the request made has our labels; if it made nothing, the same key can be used again.
-            left = CREATE_SECONDS - (time.monotonic() - began)
-            if isinstance(error, errors.RateLimitError) or not _was_lost(error) or left < 5:
-                raise
-            log.info("lease %s: the answer to create was lost; looking for what it made", spec.lease_id)
-            found = await self.find(spec)
-            if found is not None:
-                return found
-            made = await self._create(asked, left)
-        now = datetime.now(UTC)
-        info = SandboxInfo(
-            sandbox_id=made.sandbox_id,
-            state=SandboxState.RUNNING,
-            labels=asked["metadata"],
-            created_at=now,
-            expires_at=now + timedelta(seconds=asked["timeout"]),
-        )
-        self._boxes.keep(made.sandbox_id, Box(made, spec.working_dir, options.user))
-        self._fresh[made.sandbox_id] = info
+            sdk = self._sdk()
+            asked = create.arguments(spec, self._access.template)
+        info, made = await create.create(sdk, self._access, spec, asked, lambda: self.find(spec))
+        if made is not None:
+            self._keep(info.sandbox_id, made)
+            self._fresh[info.sandbox_id] = info
         return info
 
-    async def _create(self, asked: dict[str, Any], seconds: float) -> AsyncSandbox:
-        sdk = self._sdk()
-        keyed = creation.with_key(sdk, asked["metadata"][_LEASE])
-        parameters = {**self._access.parameters(), **keyed, "request_timeout": seconds}
-        with mapped():
-            work = sdk.create(**asked, **parameters)
-            return await within(seconds + 2.0, work, "create")
+    # -- looking
 
     async def find(self, spec: SandboxSpec) -> SandboxInfo | None:
-        async for info in self.list({_LEASE: spec.lease_id}):
+        async for info in self.list({LABEL_PREFIX + "lease": spec.lease_id}):
             return info
         return None
 
     async def get(self, sandbox_id: str) -> SandboxInfo:
-        detail = await self._detail(sandbox_id)
-        return info_of(detail)
+        self._sdk()
+        return lookup.info_of(await lookup.detail(self._access, sandbox_id))
+
+    async def list(self, labels: Mapping[str, str]) -> AsyncIterator[SandboxInfo]:
+        async for info in lookup.listed(self._sdk(), self._access, labels):
+            yield info
 
     async def wait_ready(self, sandbox_id: str) -> SandboxInfo:
         fresh = self._fresh.pop(sandbox_id, None)
-        deadline = time.monotonic() + CALL_SECONDS
-        delay = 0.05
-        while True:
-            box = await self._box(sandbox_id)
-            with mapped(sandbox_id):
-                healthy = await self._call(box.sdk.is_running(), "health", sandbox_id)
-            if healthy:
+
+        async def look() -> SandboxInfo:
+            known = await self._sandbox(sandbox_id)
+            healthy = known.sdk.is_running()
+            if await SERVICE.call(lookup.CALL_SECONDS, healthy, "health", sandbox_id):
                 return fresh or await self.get(sandbox_id)
-            info = await self._existing(sandbox_id)
+            info = await self.get(sandbox_id)
             if info.state is SandboxState.PAUSED:
                 return info
-            if fresh is not None or time.monotonic() > deadline:
-                raise failed(sandbox_id)
-            await asyncio.sleep(delay)
-            delay = min(delay * 2, 2.0)
+            # E2B answers a create when it runs: what does not by then, never will.
+            state = SandboxState.PENDING if fresh is None else SandboxState.FAILED
+            return replace(info, state=state, reason="not running")
 
-    async def list(self, labels: Mapping[str, str]) -> AsyncIterator[SandboxInfo]:
-        sdk = self._sdk()
-        from e2b import SandboxQuery
-        from e2b import SandboxState as State
+        return await hosted.until_ready(
+            look, service=SERVICE, sandbox_id=sandbox_id, seconds=lookup.CALL_SECONDS, most=2.0
+        )
 
-        query = SandboxQuery(metadata=dict(labels) or None, state=[State.RUNNING, State.PAUSED])
-        with mapped():
-            pages = sdk.list(query=query, limit=100, **self._access.parameters())
-        while pages.has_next:
-            with mapped():
-                found = await self._call(pages.next_items(), "list")
-            for one in found:
-                matches = all(one.metadata.get(key) == value for key, value in labels.items())
-                if matches and Labels.from_dict(one.metadata) is not None:
-                    yield info_of(one)
+    # -- ending
 
     async def destroy(self, sandbox_id: str, *, grace_seconds: float = 0.0) -> bool:
-        if not _is_id(sandbox_id):
+        if not lookup.is_id(sandbox_id):
             return False
-        self._boxes.drop(sandbox_id)
-        self._fresh.pop(sandbox_id, None)
         self._sdk()
-        with mapped(sandbox_id):
-            ended = await within(KILL_SECONDS, self._control.kill(sandbox_id), "kill", sandbox_id)
-        if ended:
-            await self._confirm(sandbox_id)
-        return ended
-
-    async def _confirm(self, sandbox_id: str) -> None:
-        """Until it is really gone: an acknowledged kill is not always one that happened."""
-        deadline = time.monotonic() + CONFIRM_SECONDS
-        delay = 0.05
-        while True:
-            try:
-                with mapped(sandbox_id):
-                    if not await self._call(self._control.exists(sandbox_id), "get", sandbox_id):
-                        return
-                    if delay >= 0.4:  # not just a moment's lag: ask again
-                        await self._call(self._control.kill(sandbox_id), "kill", sandbox_id)
-                wait = delay
-            except errors.LowtideError as error:
-                # No answer is no reason to forget that the end was acknowledged.
-                wait = max(delay, getattr(error, "retry_after_seconds", None) or 0.0)
-                if not error.retryable or time.monotonic() + wait > deadline:
-                    raise
-            if time.monotonic() > deadline:
-                break
-            await asyncio.sleep(wait)
-            delay = min(delay * 2, 1.0)
-        raise errors.SandboxUnavailableError(
-            f"E2B acknowledged the end of {sandbox_id}, but it is still there",
-            provider=self.name,
-            sandbox_id=sandbox_id,
-        )
+        self._forget(sandbox_id)
+        return await self._destroy.run(sandbox_id)
 
     async def renew(self, sandbox_id: str, lifetime_seconds: float) -> datetime | None:
         sdk = self._sdk()
         seconds = max(1, math.ceil(lifetime_seconds))
         try:
-            with mapped(sandbox_id):
+            with SERVICE.mapped(sandbox_id):
                 setting = sdk.set_timeout(sandbox_id, timeout=seconds, **self._access.parameters())
-                await self._call(setting, "set_timeout", sandbox_id)
+                await SERVICE.within(lookup.CALL_SECONDS, setting, "set_timeout", sandbox_id)
         except errors.SandboxNotFoundError:
             if (await self.get(sandbox_id)).state is SandboxState.PAUSED:
                 return None  # a paused one has no clock that could run out
             raise
         return datetime.now(UTC) + timedelta(seconds=seconds)
 
-    async def pause(self, sandbox_id: str) -> None:
-        sdk = self._sdk()
-        with mapped(sandbox_id):
-            pausing = sdk.pause(sandbox_id, **self._access.parameters())  # False: it already was
-            await within(SNAPSHOT_SECONDS, pausing, "pause", sandbox_id)
+    def _forget(self, sandbox_id: str) -> None:
+        """It is ending: whoever wants to go on with it is told that it is gone, without a request."""
+        self._known.pop(sandbox_id, None)
+        self._fresh.pop(sandbox_id, None)
+        for key in [key for key in self._servers if key[0] == sandbox_id]:
+            del self._servers[key]
+        self.forget_calls(sandbox_id)
+        for clients in self._others.values():
+            clients.forget(sandbox_id)
 
-    async def resume(self, sandbox_id: str) -> None:
-        """E2B gives it a new lifetime, because a paused one has none; renewal takes over from there."""
-        sdk = self._sdk()
-        with mapped(sandbox_id):
-            resuming = sdk.connect(sandbox_id, timeout=creation.DEFAULT_LIFETIME, **self._access.parameters())
-            resumed = await within(SNAPSHOT_SECONDS, resuming, "resume", sandbox_id)
-        known = self._boxes.get(sandbox_id)
-        if known is not None:
-            self._boxes.keep(sandbox_id, Box(resumed, known.working_dir, known.user))
+    # -- the program inside
 
-    # Commands
+    def _new_clients(self, user: str | None) -> Clients:
+        async def open_way(sandbox_id: str, first: bytes) -> EnvdChannel:
+            return await self._open_channel(sandbox_id, first, user)
 
-    async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> ProcessHandle:
-        from lowtide.providers.e2b.process import E2BProcess
+        async def key(sandbox_id: str) -> bytes:
+            server = self._servers[sandbox_id, user] = Server()
+            return server.key
 
-        async def start(box: Box) -> ProcessHandle:
-            return await E2BProcess.start(
-                box.sdk,
-                spec,
-                user=box.user,
-                working_dir=box.working_dir,
-                explain=lambda error: self._explained(error, sandbox_id),
-            )
+        return Clients("e2b", open_way, key)
 
-        async with self._inside(sandbox_id):
-            box = await self._box(sandbox_id)
-            try:
-                with mapped(sandbox_id):
-                    started = await start(box)
-            except errors.AuthenticationError:
-                # envd did not take the token it was made with: it has another one since.
-                with mapped(sandbox_id):
-                    started = await start(await self._box(sandbox_id, anew=True))
-            self._fresh.pop(sandbox_id, None)
-            return started
+    async def _client(self, sandbox_id: str, user: str | None) -> Client:
+        """For commands of a user who is not the sandbox's own; None: of its own."""
+        clients = self.clients
+        if user is not None:
+            clients = self._others.get(user) or self._others.setdefault(user, self._new_clients(user))
+        return await clients.get(sandbox_id)
+
+    async def _open_channel(self, sandbox_id: str, first: bytes, user: str | None) -> EnvdChannel:
+        server = self._servers.get((sandbox_id, user))
+        if server is None:
+            raise SERVICE.gone(sandbox_id)  # ended by this provider meanwhile
+        async with self._explaining(sandbox_id):
+            if server.opened and (await self.get(sandbox_id)).state is SandboxState.PAUSED:
+                # A request would wake one that may: only a new command is reason enough for that.
+                raise SERVICE.asleep(sandbox_id, "paused", "resume()")
+            known = await self._sandbox(sandbox_id)
+            for attempt in range(_TRIES):
+                who = user or known.user
+                try:
+                    with SERVICE.mapped(sandbox_id):
+                        channel = await open_channel(
+                            known, server, self._access.architecture, first, user=who
+                        )
+                    self._fresh.pop(sandbox_id, None)
+                    return channel
+                except errors.AuthenticationError as error:
+                    if who is not None and who in str(error):
+                        words = f"the sandbox knows no user {who}"
+                        raise errors.ValidationError(words, argument="user", provider="e2b") from error
+                    if attempt:
+                        raise
+                    # envd did not take the token it was made with: it has another one since.
+                    known = await self._sandbox(sandbox_id, anew=True)
+                except errors.SandboxUnavailableError as error:
+                    # Said again to the same server, the same words do nothing twice.
+                    if attempt == _TRIES - 1 or not error.retryable:
+                        raise
+            raise AssertionError
+
+    async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> InsideProcess:
+        async with self._explaining(sandbox_id):
+            known = await self._sandbox(sandbox_id)
+        user = spec.user if spec.user != known.user else None
+        client = await self._client(sandbox_id, user)
+        if known.working_dir is not None and not known.entered:
+            with contextlib.suppress(errors.SandboxFileError):  # then the command says that it is not there
+                await inside.make_dir(client, known.working_dir)
+            known.entered = True
+        return await client.start(replace(spec, user=None, cwd=spec.cwd or known.working_dir))
 
     async def run_code(
         self, sandbox_id: str, code: str, *, language: str, context: str | None, timeout_seconds: float | None
     ) -> CodeResult:
         if importlib.util.find_spec("e2b_code_interpreter") is None:
             raise hosted.missing_dependency("e2b", "E2B's SDK")
-        from lowtide.providers.e2b import code as interpreter
+        from lowtide.providers.e2b import interpreter
 
-        async with self._inside(sandbox_id):
-            box = await self._box(sandbox_id)
-            with mapped(sandbox_id):
+        async with self._explaining(sandbox_id):
+            known = await self._sandbox(sandbox_id)
+            known.untouched = False
+            with SERVICE.mapped(sandbox_id):
                 return await interpreter.run(
-                    box.sdk, code, language=language, context=context, timeout_seconds=timeout_seconds
+                    known.sdk, code, language=language, context=context, timeout_seconds=timeout_seconds
                 )
 
-    # Files and ports
+    # -- files and ports: small writes and all else go through the program inside, see `Calls`
 
     async def read_file(self, sandbox_id: str, path: str) -> AsyncIterator[bytes]:
-        from lowtide.providers.e2b import files
-
-        if not _is_text(path):
-            async for chunk in derived.read_file(self, sandbox_id, path):
+        if not _is_text(path):  # envd's protocol carries text only
+            async for chunk in super().read_file(sandbox_id, path):
                 yield chunk
             return
-        async with self._inside(sandbox_id):
-            box = await self._box(sandbox_id)
-            with mapped(sandbox_id, path=path):
-                async with contextlib.aclosing(files.read(box.sdk, path, user=box.user)) as chunks:  # type: ignore[type-var]
+        async with self._explaining(sandbox_id):
+            known = await self._sandbox(sandbox_id)
+            with SERVICE.mapped(sandbox_id, path=path):
+                async with contextlib.aclosing(files.read(known.sdk, path, user=known.user)) as chunks:  # type: ignore[type-var]
                     async for chunk in chunks:
                         yield chunk
 
@@ -343,150 +303,91 @@ class E2BProvider:
         size: int | None = None,
         mode: int | None = None,
     ) -> int:
-        from lowtide.providers.e2b import files
-
-        if not _is_text(path):
-            return await derived.write_file(self, sandbox_id, path, chunks, mode=mode)
-        async with self._inside(sandbox_id):
-            box = await self._box(sandbox_id)
-            with mapped(sandbox_id, path=path):
-                return await files.write(box.sdk, path, chunks, size=size, user=box.user, mode=mode)
+        begun = bytearray()
+        if size is None:
+            chunks = aiter(chunks)
+            async for chunk in chunks:
+                begun += chunk
+                if len(begun) > files.SMALL_BYTES:
+                    break
+        small = len(begun) <= files.SMALL_BYTES if size is None else size <= files.SMALL_BYTES
+        source = hosted.Counted(chunks, bytes(begun))
+        if small or not _is_text(path):
+            return await super().write_file(sandbox_id, path, aiter(source), size=size, mode=mode)
+        async with self._explaining(sandbox_id):
+            known = await self._sandbox(sandbox_id)
+            client = await self._client(sandbox_id, None)
+            return await files.write(known.sdk, client, path, source, user=known.user, mode=mode)
 
     async def url(self, sandbox_id: str, port: int) -> Url:
-        box = await self._box(sandbox_id)
+        known = await self._sandbox(sandbox_id)
         headers = {}
-        if box.sdk.traffic_access_token:
-            headers["E2B-Traffic-Access-Token"] = box.sdk.traffic_access_token
+        if known.sdk.traffic_access_token:
+            headers["E2B-Traffic-Access-Token"] = known.sdk.traffic_access_token
         if self._access.sandbox_url is not None:
             # One address for every sandbox: the headers say which one, and which port.
             headers |= {"E2b-Sandbox-Id": sandbox_id, "E2b-Sandbox-Port": str(port)}
             return Url(url=self._access.sandbox_url.rstrip("/"), headers=headers)
-        return Url(url=f"https://{box.sdk.get_host(port)}", headers=headers)
+        return Url(url=f"https://{known.sdk.get_host(port)}", headers=headers)
 
-    # Snapshots
+    # -- snapshots and sleep
 
     async def snapshot(self, sandbox_id: str, name: str) -> str:
-        sdk = self._sdk()
-        with mapped(sandbox_id):
-            parameters = {**self._access.parameters(), "request_timeout": SNAPSHOT_SECONDS}
-            taking = sdk.create_snapshot(sandbox_id, name=name.lower(), **parameters)
-            made = await within(SNAPSHOT_SECONDS + 5.0, taking, "snapshot", sandbox_id)
-        return str(made.snapshot_id)
+        return await snapshots.snapshot(self._sdk(), self._access, sandbox_id, name)
 
     async def delete_snapshot(self, snapshot_id: str) -> bool:
-        sdk = self._sdk()
-        with mapped():
-            deleting = sdk.delete_snapshot(snapshot_id, **self._access.parameters())
-            return bool(await self._call(deleting, "delete a snapshot"))
+        return await snapshots.delete_snapshot(self._sdk(), self._access, snapshot_id)
 
     async def list_snapshots(self) -> Sequence[str]:
-        sdk = self._sdk()
-        found: list[str] = []
-        with mapped():
-            pages = sdk.list_snapshots(limit=100, **self._access.parameters())
-            while pages.has_next:
-                items = await self._call(pages.next_items(), "list snapshots")
-                found += [str(one.snapshot_id) for one in items]
-        return found
+        return await snapshots.list_snapshots(self._sdk(), self._access)
 
-    # Inside
+    async def pause(self, sandbox_id: str) -> None:
+        await snapshots.pause(self._sdk(), self._access, sandbox_id)
 
-    async def _call(self, work: Coroutine[Any, Any, T], what: str, sandbox_id: str | None = None) -> T:
-        return await within(CALL_SECONDS, work, what, sandbox_id)
+    async def resume(self, sandbox_id: str) -> None:
+        resumed = await snapshots.resume(self._sdk(), self._access, sandbox_id)
+        known = self._known.get(sandbox_id)
+        if known is not None:
+            known.sdk = resumed
 
-    async def _detail(self, sandbox_id: str) -> Any:
-        """Everything E2B says about one. It changes nothing, where the SDK's ``connect`` resumes and extends."""
+    # -- what is known
+
+    async def _sandbox(self, sandbox_id: str, *, anew: bool = False) -> SdkSandbox:
+        """Raises SandboxGone."""
         self._sdk()
-        from e2b.api import handle_api_exception
-        from e2b.api.client.api.sandboxes import get_sandboxes_sandbox_id
-        from e2b.api.client_async import get_api_client
-        from e2b.connection_config import ConnectionConfig
-
-        missing = errors.SandboxNotFoundError(
-            f"no sandbox {sandbox_id} in this E2B account", provider=self.name, sandbox_id=sandbox_id
-        )
-        if not _is_id(sandbox_id):
-            raise missing
-        with mapped(sandbox_id):
-            client = get_api_client(ConnectionConfig(**self._access.parameters()))
-            asking = get_sandboxes_sandbox_id.asyncio_detailed(sandbox_id, client=client)
-            res = await self._call(asking, "get", sandbox_id)
-            if res.status_code == 404:
-                raise missing
-            if res.status_code >= 300 or not hasattr(res.parsed, "sandbox_id"):
-                raise handle_api_exception(res)
-        return res.parsed
-
-    async def _existing(self, sandbox_id: str) -> SandboxInfo:
-        """Raises SandboxGone when it is no more."""
-        try:
-            return await self.get(sandbox_id)
-        except errors.SandboxNotFoundError as error:
-            raise gone(sandbox_id) from error
-
-    async def _box(self, sandbox_id: str, *, anew: bool = False) -> Box:
-        known = self._boxes.get(sandbox_id)
+        known = self._known.get(sandbox_id)
         if known is not None and not anew:
             return known
         try:
-            detail = await self._detail(sandbox_id)
+            detail = await lookup.detail(self._access, sandbox_id)
         except errors.SandboxNotFoundError as error:
-            raise gone(sandbox_id) from error
-        box = Box.of(self._sdk(), detail, self._access.parameters())
-        self._boxes.keep(sandbox_id, box)
-        return box
+            raise SERVICE.gone(sandbox_id) from error
+        known = SdkSandbox.of(detail, self._access.parameters())
+        self._keep(sandbox_id, known)
+        return known
+
+    def _keep(self, sandbox_id: str, known: SdkSandbox) -> None:
+        self._known[sandbox_id] = known
+        while len(self._known) > _MOST:
+            self._known.popitem(last=False)
 
     @contextlib.asynccontextmanager
-    async def _inside(self, sandbox_id: str) -> AsyncIterator[None]:
-        """What goes wrong on the way into a sandbox, told as what it means."""
+    async def _explaining(self, sandbox_id: str) -> AsyncIterator[None]:
+        """What goes wrong on the way into a sandbox, told as what it means: gone, paused, or out of reach."""
         try:
             yield
-        except (errors.SandboxGone, errors.SandboxUnavailableError, errors.SandboxNotFoundError) as error:
-            meant = await self._explained(error, sandbox_id)
+        except errors.LowtideError as error:
+            meant = await hosted.explained(
+                error, lambda: self.get(sandbox_id), service=SERVICE, sandbox_id=sandbox_id
+            )
             if meant is error:
                 raise
+            if isinstance(meant, errors.SandboxGone):
+                self._known.pop(sandbox_id, None)
+            elif meant.retryable and sandbox_id in self._fresh:
+                # E2B answers a create when it runs: what does not by then, never will.
+                raise SERVICE.failed(sandbox_id, "not running") from error
             raise meant from error
-
-    async def _explained(self, error: errors.LowtideError, sandbox_id: str) -> errors.LowtideError:
-        """Gone, paused, or really only unreachable: the control plane knows."""
-        ambiguous = (errors.SandboxGone, errors.SandboxUnavailableError, errors.SandboxNotFoundError)
-        if not isinstance(error, ambiguous) or isinstance(error, errors.RateLimitError):
-            return error
-        try:
-            info = await self.get(sandbox_id)
-        except errors.SandboxNotFoundError:
-            self._boxes.drop(sandbox_id)
-            return error if isinstance(error, errors.SandboxGone) else gone(sandbox_id)
-        except errors.LowtideError:
-            return error
-        if info.state is SandboxState.PAUSED:
-            return errors.SandboxUnavailableError(
-                f"sandbox {sandbox_id} is paused; resume() it first",
-                retryable=False,
-                provider=self.name,
-                sandbox_id=sandbox_id,
-            )
-        if isinstance(error, errors.SandboxUnavailableError):
-            return error
-        if sandbox_id in self._fresh:  # E2B answers a create when it runs: what does not by then, never will
-            return failed(sandbox_id)
-        return errors.SandboxUnavailableError(str(error), provider=self.name, sandbox_id=sandbox_id)
-
-
-def _was_lost(error: errors.LowtideError) -> bool:
-    """Whether the connection broke, or somebody on the way gave up: nobody knows what the request did."""
-    import httpx
-
-    cause = error.__cause__
-    if isinstance(cause, httpx.TransportError):
-        return not isinstance(cause, httpx.ConnectError | httpx.TimeoutException)
-    # The newer SDKs have sent it again by themselves, under the same key; the older ones have not.
-    return status_of(cause) in (502, 504)
-
-
-def _is_id(sandbox_id: str) -> bool:
-    """E2B's ids are plain words. Anything else must not become part of a path."""
-    return bool(sandbox_id) and sandbox_id.isascii() and sandbox_id.replace("-", "").isalnum()
 
 
 def _is_text(path: str) -> bool:

@@ -68,3 +68,11 @@ def serve_line(architecture: str, name: str) -> str:
         f"(umask 077;echo {packed(architecture)}|base64 -d|gzip -d >{path})&&chmod 111 {path}"
         f"&&exec {path} serve {name} own"
     )
+
+
+def place_line(architecture: str, directory: str) -> str:
+    """Put it into a new directory, for root to say: the user who executes it can neither read nor replace it."""
+    path = f"{directory}/inside"
+    return (
+        f"mkdir -m 711 {directory}&&echo {packed(architecture)}|base64 -d|gzip -d >{path}&&chmod 111 {path}"
+    )

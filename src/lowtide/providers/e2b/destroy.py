@@ -1,8 +1,7 @@
-"""The control plane's plain requests: end a sandbox, ask whether it is there, ask what it is.
+"""The end of a sandbox: asked for, and confirmed.
 
-They go over the SDK's own connections, but not through its HTTP client, which is made anew for every
-call: ending is two requests (the end, and the look whether it happened), and both are on the way of
-everybody who waits for an end.
+The two requests go over the SDK's own connections, but not through its HTTP client, which is made anew for
+every call: both are on the way of everybody who waits for an end.
 """
 
 from __future__ import annotations
@@ -10,8 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from lowtide.providers import hosted
 from lowtide.providers.e2b.access import Access
+from lowtide.providers.e2b.errors import SERVICE
 
+KILL_SECONDS = 20.0
+LOOK_SECONDS = 30.0
+CONFIRM_SECONDS = 10.0
+"""How long a sandbox may still be there after its end was acknowledged."""
 _GONE = 404
 
 
@@ -24,8 +29,8 @@ class _Answer:
     headers: Any
 
 
-class Control:
-    """One account's control plane. Raises what the SDK raises."""
+class Destroy:
+    """One account's ends."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
@@ -33,17 +38,26 @@ class Control:
         self._base = ""
         self._pool: dict[str, Any] = {}
 
-    async def kill(self, sandbox_id: str) -> bool:
-        """True when it was acknowledged, False when there was nothing to end."""
-        return await self._ask("DELETE", sandbox_id)
+    async def run(self, sandbox_id: str) -> bool:
+        """True: ended now, confirmed. False: it was already gone."""
 
-    async def exists(self, sandbox_id: str) -> bool:
-        return await self._ask("GET", sandbox_id)
+        async def ask() -> hosted.End:
+            work = self._found("DELETE", sandbox_id)
+            ended = await SERVICE.call(KILL_SECONDS, work, "kill", sandbox_id)
+            return hosted.End.ACCEPTED if ended else hosted.End.MISSING
 
-    async def _ask(self, method: str, sandbox_id: str) -> bool:
+        async def look() -> hosted.End:
+            there = await SERVICE.call(LOOK_SECONDS, self._found("GET", sandbox_id), "get", sandbox_id)
+            return hosted.End.THERE if there else hosted.End.GONE
+
+        return await hosted.delete(
+            ask, look, service=SERVICE, sandbox_id=sandbox_id, confirm_seconds=CONFIRM_SECONDS
+        )
+
+    async def _found(self, method: str, sandbox_id: str) -> bool:
         from e2b.api import handle_api_exception
 
-        res = await self._send(method, f"/sandboxes/{sandbox_id}")
+        res = await self._send(method, f"/sandboxes/{sandbox_id}")  # `res`: see `errors.retry_after`
         if res.status_code == _GONE:
             return False
         if res.status_code >= 300:

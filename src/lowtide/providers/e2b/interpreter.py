@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide import errors
 from lowtide.providers.base import CodeResult
-from lowtide.providers.e2b.deadline import within
+from lowtide.providers.e2b.errors import SERVICE
 
 if TYPE_CHECKING:
     from e2b import AsyncSandbox
@@ -49,7 +49,7 @@ async def run(
     elif language != "python":
         chosen["language"] = language
     try:
-        ran = await within(
+        ran = await SERVICE.within(
             seconds + 30.0, interpreter.run_code(code, timeout=seconds, **chosen), "code", box.sandbox_id
         )
     except Exception as error:
