@@ -69,7 +69,7 @@ def docker_exec(samples: int) -> Comparison:
 
 
 def kubernetes_create(samples: int) -> Comparison:
-    """One Pod on both sides, so with the network on: without it lowtide makes a NetworkPolicy, too."""
+    """One Pod and one Secret on both sides, so with the network on: without it lowtide makes a NetworkPolicy, too."""
     kubectl, image = _kubectl()
 
     def ours() -> float:
@@ -90,13 +90,13 @@ def kubernetes_create(samples: int) -> Comparison:
             try:
                 return timed(apply_and_wait)
             finally:
-                run([kubectl, "delete", "pod", name, "--ignore-not-found"])
+                run([kubectl, "delete", f"pod/{name}", f"secret/{name}", "--ignore-not-found"])
 
     mine, theirs = interleave(ours, raw, samples=samples, warm_up=1)
     return Comparison(
         name="kubernetes-create",
         what="Kubernetes create→running",
-        against="the same Pod by `kubectl apply` + `kubectl wait`",
+        against="the same Pod and Secret by `kubectl apply` + `kubectl wait`",
         limit=1.05,
         unit="ms",
         ours=mine,
@@ -114,6 +114,45 @@ def kubernetes_exec(samples: int) -> Comparison:
         name="kubernetes-exec",
         what="Kubernetes exec",
         against="`kubectl exec`",
+        limit=0.1,
+        unit="ms",
+        ours=mine,
+        raw=theirs,
+        details={"kubectl": _kubectl_version(kubectl)},
+    )
+
+
+def kubernetes_transfer(samples: int) -> Comparison:
+    """Kept in memory on this side where the machine can: both are to be measured, not its disk."""
+    kubectl, image = _kubectl()
+    memory = Path("/dev/shm")
+    with (
+        tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as place,
+        Sandbox.run(provider="kubernetes", container_image=image, network="full") as sandbox,
+    ):
+        source, back = Path(place, "source"), Path(place, "back")
+        source.write_bytes(os.urandom(1_000_000) * 100)
+        name = sandbox.wait().sandbox_id
+
+        def ours() -> None:
+            sandbox.upload(source, "/opt/ours").result()
+            sandbox.download("/opt/ours", back).result()
+
+        def raw() -> None:
+            run([kubectl, "cp", str(source), f"{name}:/opt/theirs"])
+            run([kubectl, "cp", f"{name}:/opt/theirs", str(back)])
+
+        def whole(move: Callable[[], None]) -> float:
+            took = timed(move)
+            assert back.stat().st_size == source.stat().st_size
+            back.unlink()
+            return took
+
+        mine, theirs = interleave(lambda: whole(ours), lambda: whole(raw), samples=samples, warm_up=1)
+    return Comparison(
+        name="kubernetes-transfer",
+        what="Kubernetes: 100 MB up and down",
+        against="`kubectl cp` of the same file",
         limit=0.8,
         unit="ms",
         ours=mine,
@@ -168,7 +207,7 @@ def _docker_version(docker: str) -> str:
 
 
 def _kubectl() -> tuple[str, str]:
-    image = _image("kubernetes", "kubernetes_asyncio")
+    image = _image("kubernetes", "aiohttp")
     # The one that belongs to the cluster first: a newer one does more, a distributor's wrapper starts twice.
     engines = Path(os.environ.get("ENGINES_HOME") or Path.home() / ".cache" / "engines") / "bin"
     places = (engines / "kubectl", engines / "kubectl-1.20", "kubectl")
@@ -186,9 +225,10 @@ def _kubectl_version(kubectl: str) -> str:
 
 
 def _write_pod(file: Any, image: str) -> str:
-    """The Pod that lowtide would make, under another name and with as many labels of other names."""
+    """What lowtide would make, under another name and with as many labels of other names."""
     from lowtide.providers.base import Labels, Network, NetworkMode, SandboxSpec
-    from lowtide.providers.kubernetes import manifest
+    from lowtide.providers.inside import program
+    from lowtide.providers.kubernetes import pod
 
     spec = SandboxSpec(
         labels=Labels(lease_id=new_lease_id(), ledger_id="none", owner="none"),
@@ -196,11 +236,18 @@ def _write_pod(file: Any, image: str) -> str:
         network=Network(mode=NetworkMode.FULL),
         lifetime_seconds=86400.0,
     )
-    pod = manifest.pod(spec, default_image=image)
-    name = pod["metadata"]["name"] = _name()
-    labels = pod["metadata"]["labels"].items()
-    pod["metadata"]["labels"] = {key.replace("lowtide", "benchmark"): value for key, value in labels}
-    json.dump(pod, file)
+    architecture = os.uname().machine
+    architecture = {"x86_64": "amd64", "aarch64": "arm64"}.get(architecture, architecture)
+    things = [
+        pod.secret(spec, architecture=architecture, key=program.new_key()),
+        pod.pod(spec, default_image=image, architecture=architecture, key=None),
+    ]
+    name, ours = _name(), pod.pod_name(spec.lease_id)
+    for thing in things:
+        labels = thing["metadata"]["labels"].items()
+        thing["metadata"]["labels"] = {key.replace("lowtide", "benchmark"): value for key, value in labels}
+    whole = {"apiVersion": "v1", "kind": "List", "items": things}
+    file.write(json.dumps(whole).replace(ours, name))
     file.flush()
     return name
 

@@ -134,6 +134,7 @@ SECTIONS: dict[str, dict[str, Measure]] = {
         "docker-exec": _engine("docker_exec"),
         "kubernetes-create": _engine("kubernetes_create", large=True),
         "kubernetes-exec": _engine("kubernetes_exec"),
+        "kubernetes-transfer": _engine("kubernetes_transfer", large=True),
         "image": _image,
     },
     "E2B, on the emulator": {"e2b": _e2b},

@@ -1,4 +1,4 @@
-"""What modules of whole-product tests share: a local sandbox to attack, and sandboxes on each container engine."""
+"""What modules of whole-product tests share: a local sandbox to attack, sandboxes on each container engine and on the node."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from isolation_attempts import HostHealth
 from tests.container_engine import Boxes, both_engines, boxes_on
+from tests.kubernetes_node import Node
 
 from lowtide import Sandbox
 
@@ -31,3 +32,11 @@ async def boxes(request: pytest.FixtureRequest) -> AsyncIterator[Boxes]:
     """Sandboxes on Docker, then on Podman."""
     async with boxes_on(request.param) as boxes:
         yield boxes
+
+
+@pytest.fixture
+async def node() -> AsyncIterator[Node]:
+    """Sandboxes on the Kubernetes node."""
+    node = Node()
+    yield node
+    await node.aclose()

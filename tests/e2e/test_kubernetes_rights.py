@@ -37,8 +37,9 @@ def manifests(namespace: str) -> list[dict[str, Any]]:
 
 
 @pytest_asyncio.fixture
-async def restricted(tmp_path: Path) -> AsyncIterator[KubernetesProvider]:
-    """A provider that may do what the page says, in a namespace of its own."""
+async def restricted(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[KubernetesProvider]:
+    """A provider that may do what the page says, in a namespace of its own. A parameter is a right that it lacks."""
+    lacking = getattr(request, "param", None)
     admin = KubernetesProvider.connect(os.environ)
     namespace = f"lowtide-test-{secrets.token_hex(4)}"
     await admin._api.request(
@@ -49,6 +50,8 @@ async def restricted(tmp_path: Path) -> AsyncIterator[KubernetesProvider]:
     provider = None
     try:
         for manifest in manifests(namespace):
+            if "rules" in manifest:
+                manifest["rules"] = [r for r in manifest["rules"] if lacking not in r["resources"]]
             await admin._api.request("POST", PATHS[manifest["kind"]].format(namespace), body=manifest)
         answer = await admin._api.request(
             "POST",
@@ -103,6 +106,30 @@ async def test_the_rights_of_the_page_are_enough(restricted: KubernetesProvider)
     assert [info.sandbox_id async for info in restricted.list({})] == [sandbox_id]
     found = await restricted.find(wanted)
     assert found is not None
+    assert await restricted.destroy(sandbox_id) is True
+    assert await restricted.find(wanted) is None
+
+
+@pytest.mark.parametrize("restricted", ["secrets"], indirect=True)
+async def test_without_secrets_a_shell_line_brings_the_program_and_the_pod_has_the_key(
+    restricted: KubernetesProvider,
+) -> None:
+    wanted = spec(network=Network(mode=NetworkMode.FULL), options=KubernetesOptions(read_only_root=True))
+    sandbox_id = (await restricted.create(wanted)).sandbox_id
+    await restricted.wait_ready(sandbox_id)
+    another = KubernetesProvider.connect(restricted.credentials())
+    try:
+        for provider in (restricted, another):
+            script = "rm -f /.lowtide/inside; cp /bin/true /.lowtide/inside; env; cat /proc/1/environ"
+            handle = await provider.start_process(sandbox_id, ProcessSpec(argv=("sh", "-c", script)))
+            out = b"".join([data async for _, data in handle.output()])
+            assert await handle.wait() != 0
+            assert out.count(b"Read-only file system") == 2
+            assert b"LOWTIDE_KEY" not in out
+        assert await another.renew(sandbox_id, 200) is not None
+    finally:
+        await another.aclose()
+    assert [info.sandbox_id async for info in restricted.list({})] == [sandbox_id]
     assert await restricted.destroy(sandbox_id) is True
     assert await restricted.find(wanted) is None
 

@@ -81,7 +81,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_importing_sandbox_loads_no_loop_provider_database_or_command_line() -> None:
-    heavy = "asyncio sqlite3 ssl subprocess click rich aiodocker kubernetes_asyncio e2b daytona"
+    heavy = "asyncio sqlite3 ssl subprocess click rich aiodocker aiohttp yaml e2b daytona"
     script = "import sys; from lowtide import Sandbox, SandboxDefaults, results, wait\n"
     script += f"print([m for m in {heavy.split()!r} if m in sys.modules])\n"
     script += (

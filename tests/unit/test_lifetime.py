@@ -40,9 +40,13 @@ def test_what_outlives_this_machine_has_an_end_from_the_start(name: str) -> None
     assert row.expires_at == spec.lifetime_seconds
 
 
-def test_a_pod_gets_the_deadline_that_was_asked_for_or_a_day() -> None:
+def test_beside_a_renewed_lifetime_the_fixed_end_is_what_was_asked_for_or_the_default() -> None:
     provider: Any = registry.provider_class("kubernetes")
-    for asked, given in ((None, 86_400.0), (30 * 86_400.0, 30 * 86_400.0)):
+    for asked, renewed, fixed in (
+        (None, 300.0, WEEK),
+        (30 * 86_400.0, 300.0, 30 * 86_400.0),
+        (9.0, 9.0, 9.0),
+    ):
         written = lease(max_lifetime_at=asked)
         _, spec = with_lifetime(provider, written, SandboxSpec(labels=written.labels))
-        assert spec.lifetime_seconds == given
+        assert (spec.lifetime_seconds, spec.fixed_lifetime_seconds) == (renewed, fixed)

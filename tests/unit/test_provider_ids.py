@@ -16,7 +16,7 @@ NOWHERE = {
     "e2b": {"E2B_API_KEY": "e2b_" + "0" * 40, "E2B_API_URL": "http://127.0.0.1:9"},
     "daytona": {"DAYTONA_API_KEY": "key", "DAYTONA_API_URL": "http://127.0.0.1:9"},
 }
-SDK = {"docker": "aiodocker", "kubernetes": "kubernetes_asyncio", "e2b": "e2b", "daytona": "daytona"}
+SDK = {"docker": "aiodocker", "kubernetes": "aiohttp", "e2b": "e2b", "daytona": "daytona"}
 KUBECONFIG = """
 apiVersion: v1
 kind: Config

@@ -35,4 +35,7 @@ def with_lifetime(provider: Provider, lease: Lease, spec: SandboxSpec) -> tuple[
         expires_at=lease.created_at + lifetime if lifetime is not None else None,
         recovery={k: v for k, v in (("image", spec.image), ("snapshot", spec.snapshot)) if v is not None},
     )
-    return lease, replace(spec, lifetime_seconds=lifetime)
+    fixed = asked if asked is not None else provider.traits.default_lifetime_seconds
+    return lease, replace(
+        spec, lifetime_seconds=lifetime, fixed_lifetime_seconds=fixed if step is not None else None
+    )

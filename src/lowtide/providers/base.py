@@ -73,7 +73,8 @@ class Traits:
     max_lifetime_seconds: float | None = None
     """The longest lifetime the service accepts in one create or renew call."""
     default_lifetime_seconds: float | None = None
-    """Where a lifetime cannot be renewed: what a create gets that asks for none. Always finite on a hosted service."""
+    """What a create gets that asks for none, where a lifetime cannot be renewed, or has a fixed end as well.
+    Always finite on a hosted service."""
 
 
 class SandboxState(enum.StrEnum):
@@ -178,6 +179,8 @@ class SandboxSpec:
     isolation: Isolation | None = None  # None: the provider's own
     ports: tuple[int, ...] = ()
     lifetime_seconds: float | None = None
+    fixed_lifetime_seconds: float | None = None
+    """Beside a lifetime that is renewed: the end that no renewal moves. None: the caller set none."""
     options: Any = None
     """The provider's own frozen dataclass (e.g. `DockerOptions`), or None. Its type is `Provider.options_type`."""
 

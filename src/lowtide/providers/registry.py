@@ -62,7 +62,7 @@ _BUILT_IN: dict[str, Entry] = {
         "kubernetes",
         "pods of a Kubernetes cluster",
         ("KUBE",),
-        ("kubernetes_asyncio", "aiohttp", "yaml"),
+        ("aiohttp", "yaml"),
     ),
     "e2b": Entry("lowtide.providers.e2b", "E2BProvider", "e2b", "E2B's hosted microVMs", ("E2B_",), ("e2b",)),
     "daytona": Entry(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import importlib
+import ipaddress
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from lowtide.errors import AuthenticationError, MissingDependencyError
+from lowtide.providers.hosted import way_of
 
 NAMESPACE = "LOWTIDE_KUBERNETES_NAMESPACE"
 CONTEXT = "LOWTIDE_KUBERNETES_CONTEXT"
@@ -17,7 +22,8 @@ IMAGE = "LOWTIDE_KUBERNETES_IMAGE"
 SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 # What another process needs to read the same kubeconfig and run the same credential plug-in.
-_INHERITED = ("HOME", "PATH", "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT", "HTTPS_PROXY", "NO_PROXY")
+_INHERITED = ("HOME", "PATH", "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT")
+_DIRECTORY = "directory of its kubeconfig"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,37 +33,39 @@ class Access:
     kubeconfig: str | None
     context: str | None
     namespace: str
-    server: str
-    authority: str
-    environ: Mapping[str, str]
+    cluster: Mapping[str, Any] = field(repr=False)
+    user: Mapping[str, Any] = field(repr=False)
+    environ: Mapping[str, str] = field(repr=False)
 
     @classmethod
     def resolve(cls, environ: Mapping[str, str], options: Mapping[str, Any]) -> Access:
         """kubectl's order: named, KUBECONFIG, ~/.kube/config, the pod's service account."""
         namespace = options.get("namespace") or environ.get(NAMESPACE)
         context = options.get("context") or environ.get(CONTEXT)
+        known = way_of(environ, *_INHERITED)
         home = os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".kube", "config")
         named = options.get("kubeconfig") or environ.get("KUBECONFIG")
         if named:
-            paths = [
-                os.path.abspath(os.path.expanduser(path)) for path in str(named).split(os.pathsep) if path
-            ]
-            return cls._from_files(paths, context, namespace, environ)
+            paths = [os.path.abspath(os.path.expanduser(p)) for p in str(named).split(os.pathsep) if p]
+            return cls._from_files(paths, context, namespace, known)
         if os.path.exists(home):
-            return cls._from_files([home], context, namespace, environ)
+            return cls._from_files([home], context, namespace, known)
         host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
         if host and port and os.path.exists(f"{SERVICE_ACCOUNT}/token"):
             return cls(
                 kubeconfig=None,
                 context=None,
                 namespace=namespace or _read(f"{SERVICE_ACCOUNT}/namespace") or "default",
-                server=f"https://{host}:{port}",
-                authority=_digest(_read(f"{SERVICE_ACCOUNT}/ca.crt") or ""),
-                environ=_inherited(environ),
+                cluster={
+                    "server": f"https://{f'[{host}]' if ':' in host else host}:{port}",
+                    "certificate-authority": f"{SERVICE_ACCOUNT}/ca.crt",
+                },
+                user={"tokenFile": f"{SERVICE_ACCOUNT}/token"},
+                environ=known,
             )
-        raise AuthenticationError(
-            "no Kubernetes cluster is configured: set KUBECONFIG to a kubeconfig file, or run inside a pod with a service account",
-            provider="kubernetes",
+        raise refused(
+            "no Kubernetes cluster is configured: set KUBECONFIG to a kubeconfig file, or run inside a pod with a "
+            "service account"
         )
 
     @classmethod
@@ -69,25 +77,52 @@ class Access:
         name = context or config["current-context"]
         chosen = config["contexts"].get(name)
         if chosen is None:
-            raise AuthenticationError(
-                f"the kubeconfig has no context {name!r}; known: {', '.join(sorted(config['contexts'])) or 'none'}",
-                provider="kubernetes",
+            known = ", ".join(sorted(config["contexts"])) or "none"
+            raise refused(f"the kubeconfig has no context {name!r}; known: {known}")
+        found: dict[str, Mapping[str, Any]] = {}
+        for kind in ("cluster", "user"):
+            wanted = chosen.get(kind)
+            thing = config[f"{kind}s"].get(str(wanted)) if wanted else None
+            if thing is None and (wanted or kind == "cluster"):
+                raise refused(
+                    f"the kubeconfig's context {name!r} names the {kind} {wanted!r}, which it lacks"
+                )
+            found[kind] = thing or {}
+        server = str(found["cluster"].get("server") or "")
+        if urlsplit(server).scheme not in ("http", "https") or not urlsplit(server).hostname:
+            raise refused(
+                f"the kubeconfig's cluster has no server that is an http or https address: {server!r}"
             )
-        cluster = config["clusters"].get(str(chosen.get("cluster"))) or {}
-        authority = cluster.get("certificate-authority-data") or cluster.get("certificate-authority") or ""
         return cls(
             kubeconfig=os.pathsep.join(paths),
-            context=name,
-            namespace=namespace or chosen.get("namespace") or "default",
-            server=str(cluster.get("server", "")).rstrip("/"),
-            authority=_digest(str(authority)),
-            environ=_inherited(environ),
+            context=str(name),
+            namespace=namespace or str(chosen.get("namespace") or "default"),
+            cluster=found["cluster"],
+            user=found["user"],
+            environ=environ,
         )
+
+    def read_again(self) -> Access:
+        """The same context as its files are now: somebody may have logged in again."""
+        if self.kubeconfig is None:
+            return self
+        return self._from_files(self.kubeconfig.split(os.pathsep), self.context, self.namespace, self.environ)
+
+    @property
+    def server(self) -> str:
+        return str(self.cluster["server"]).rstrip("/")
 
     @property
     def account(self) -> str:
         """Server, its authority and the namespace: where the sandboxes are, whoever asks for them."""
-        return _digest(f"{self.server}|{self.authority}|{self.namespace}")
+        cluster = self.cluster
+        if self.kubeconfig is None:
+            authority = _read(str(cluster["certificate-authority"])) or ""
+        else:
+            authority = (
+                cluster.get("certificate-authority-data") or cluster.get("certificate-authority") or ""
+            )
+        return _digest(f"{self.server}|{_digest(str(authority))}|{self.namespace}")
 
     def credentials(self) -> dict[str, str]:
         known = dict(self.environ)
@@ -98,9 +133,42 @@ class Access:
             known[CONTEXT] = self.context
         return known
 
+    def proxy(self) -> str | None:
+        """By the kubeconfig, else by the environment, which never sends what is for this machine elsewhere."""
+        named = self.cluster.get("proxy-url")
+        if named:
+            if urlsplit(str(named)).scheme not in ("http", "https"):
+                raise refused("the kubeconfig's proxy-url is neither http nor https")
+            return str(named)
+        address = urlsplit(self.server)
+        environ = self.environ
+        found = environ.get(f"{address.scheme}_proxy") or environ.get(f"{address.scheme.upper()}_PROXY")
+        excluded = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
+        return found if found and not _goes_directly(str(address.hostname), excluded) else None
 
-def _inherited(environ: Mapping[str, str]) -> dict[str, str]:
-    return {key: environ[key] for key in _INHERITED if key in environ}
+
+def content(section: Mapping[str, Any], name: str) -> bytes | None:
+    """What a section holds as ``name-data`` or, beside its kubeconfig, in the file ``name``."""
+    if data := section.get(f"{name}-data"):
+        try:
+            return base64.b64decode(str(data), validate=True)
+        except (binascii.Error, ValueError):
+            raise refused(f"{name}-data in the kubeconfig is not base64") from None
+    if not section.get(name):
+        return None
+    path = beside(section, str(section[name]))
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise refused(
+            f"{path}, which the kubeconfig names as {name}, cannot be read: {error.strerror}"
+        ) from error
+
+
+def beside(section: Mapping[str, Any], path: str) -> str:
+    """Relative paths begin at their kubeconfig, wherever this process stands."""
+    return os.path.join(section.get(_DIRECTORY, ""), path)
 
 
 def _merged(paths: list[str]) -> dict[str, Any]:
@@ -109,7 +177,7 @@ def _merged(paths: list[str]) -> dict[str, Any]:
         yaml: Any = importlib.import_module("yaml")
     except ImportError as error:
         raise missing_dependency() from error
-    result: dict[str, Any] = {"contexts": {}, "clusters": {}, "current-context": None}
+    result: dict[str, Any] = {"contexts": {}, "clusters": {}, "users": {}, "current-context": None}
     read = 0
     for path in paths:
         try:
@@ -117,21 +185,49 @@ def _merged(paths: list[str]) -> dict[str, Any]:
                 config = yaml.safe_load(file) or {}
         except FileNotFoundError:
             continue
-        except (OSError, yaml.YAMLError) as error:
-            raise AuthenticationError(
-                f"the kubeconfig {path} could not be read: {type(error).__name__}", provider="kubernetes"
-            ) from error
+        except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+            # Without its words: they quote the line, which may hold a key.
+            raise refused(f"the kubeconfig {path} could not be read: {type(error).__name__}") from None
+        if not isinstance(config, dict):
+            raise refused(f"{path} is no kubeconfig")
         read += 1
-        for kind, key in (("contexts", "context"), ("clusters", "cluster")):
-            for entry in config.get(kind) or []:
-                result[kind].setdefault(str(entry.get("name")), entry.get(key) or {})
+        for kind in ("contexts", "clusters", "users"):
+            entries = config.get(kind) or []
+            if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+                raise refused(f"{path} is no kubeconfig: its {kind} are not a list of named entries")
+            for entry in entries:
+                thing = entry.get(kind[:-1]) or {}
+                if not isinstance(thing, dict):
+                    raise refused(f"{path} is no kubeconfig: one of its {kind} is not a mapping")
+                result[kind].setdefault(str(entry.get("name")), {**thing, _DIRECTORY: os.path.dirname(path)})
         result["current-context"] = result["current-context"] or config.get("current-context")
     if not read:
-        raise AuthenticationError(
-            f"no kubeconfig at {os.pathsep.join(paths)}: set KUBECONFIG to a file that exists",
-            provider="kubernetes",
-        )
+        raise refused(f"no kubeconfig at {os.pathsep.join(paths)}: set KUBECONFIG to a file that exists")
     return result
+
+
+def _goes_directly(host: str, excluded: str) -> bool:
+    """As Go reads NO_PROXY: names with all below them, addresses, ranges. This machine is never proxied."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        address = None
+    if host == "localhost" or (address is not None and address.is_loopback):
+        return True
+    for entry in (part.strip().lower() for part in excluded.split(",")):
+        name = entry.removeprefix("*").lstrip(".")
+        if entry == "*" or (name and (host == name or (address is None and host.endswith(f".{name}")))):
+            return True
+        try:
+            if address is not None and entry and address in ipaddress.ip_network(entry, strict=False):
+                return True
+        except ValueError:
+            continue
+    return False
+
+
+def refused(words: str) -> AuthenticationError:
+    return AuthenticationError(words, provider="kubernetes")
 
 
 def missing_dependency() -> MissingDependencyError:

@@ -16,6 +16,7 @@ class KubernetesOptions:
     runtime_class: str | None = None
     """For example ``gvisor`` or ``kata``: a kernel boundary between the sandbox and the node."""
     node_selector: Mapping[str, str] = field(default_factory=dict)
+    """With ``kubernetes.io/arch`` among it, for nodes of another architecture than the API server's."""
     tolerations: tuple[Mapping[str, str | int], ...] = ()
     priority_class: str | None = None
     unschedulable_seconds: float = 0.0
@@ -39,6 +40,7 @@ class KubernetesOptions:
     """None: the image's user. A number other than 0 also drops every capability."""
     run_as_group: int | None = None
     fs_group: int | None = None
+    """A further group of every process. Not Kubernetes' own fsGroup, which would let it read the program inside."""
     user_namespace: bool = False
     """Root inside is nobody on the node (``hostUsers: false``); needs a cluster that supports it."""
     read_only_root: bool = False

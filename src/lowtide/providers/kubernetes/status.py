@@ -7,7 +7,8 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from lowtide.providers.base import Labels, SandboxInfo, SandboxState
-from lowtide.providers.kubernetes.manifest import CONTAINER
+from lowtide.providers.inside.program import EXPIRED
+from lowtide.providers.kubernetes.pod import CONTAINER
 
 Json = dict[str, Any]
 
@@ -54,7 +55,6 @@ def info(pod: Json, sandbox_id: str) -> SandboxInfo:
         state=_state(pod),
         labels=meta.get("labels") or {},
         created_at=_time(meta.get("creationTimestamp")),
-        expires_at=_expiry(pod),
         exit_code=ended.get("exitCode") if ended else None,
         reason=f"{problem.reason}: {problem.message}" if problem else None,
     )
@@ -84,6 +84,8 @@ def all_terminated(pod: Json, *, has_run: bool) -> bool:
     one past its deadline can still be about to start.
     """
     states = _states(pod)
+    if any("running" in (one.get("state") or {}) for one in _first(pod.get("status") or {})):
+        return False
     if has_run and (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
         return not any("running" in state for state in states)
     return bool(states) and all("terminated" in state for state in states)
@@ -121,14 +123,18 @@ def trouble(pod: Json) -> Trouble | None:
     ended = _terminated(status)
     if status.get("phase") in ("Failed", "Succeeded"):
         reason = status.get("reason") or (ended or {}).get("reason") or str(status["phase"])
+        if (ended or {}).get("exitCode") == EXPIRED and not status.get("reason"):
+            reason = "DeadlineExceeded"  # by the program's own clock
         return Trouble(reason=reason, message=_message(status, ended), ended=True)
     if ended:
-        return Trouble(reason=ended.get("reason") or "Error", message=_message(status, ended), ended=True)
+        reason = "DeadlineExceeded" if ended.get("exitCode") == EXPIRED else ended.get("reason") or "Error"
+        return Trouble(reason=reason, message=_message(status, ended), ended=True)
     if meta.get("deletionTimestamp"):
         return Trouble(reason="Deleted", message="it is being deleted", ended=True)
-    waiting = (_container(status).get("state") or {}).get("waiting") or {}
-    if waiting.get("reason", "") not in _PROGRESS:
-        return Trouble(reason=waiting["reason"], message=waiting.get("message") or waiting["reason"])
+    for one in (_container(status), *_first(status)):
+        waiting = (one.get("state") or {}).get("waiting") or {}
+        if waiting.get("reason", "") not in _PROGRESS:
+            return Trouble(reason=waiting["reason"], message=waiting.get("message") or waiting["reason"])
     return unschedulable(pod)
 
 
@@ -157,8 +163,18 @@ def _container(status: Json) -> Json:
     return {}
 
 
+def _first(status: Json) -> list[Json]:
+    """The container that brings the program in, where there is one."""
+    return status.get("initContainerStatuses") or []
+
+
 def _terminated(status: Json) -> Json | None:
-    return (_container(status).get("state") or {}).get("terminated")
+    """How its main container ended, or the one before it, without which that never starts."""
+    for one in (_container(status), *_first(status)):
+        ended: Json | None = (one.get("state") or {}).get("terminated")
+        if ended is not None and (one.get("name") == CONTAINER or ended.get("exitCode")):
+            return ended
+    return None
 
 
 def _message(status: Json, ended: Json | None) -> str:
@@ -168,12 +184,12 @@ def _message(status: Json, ended: Json | None) -> str:
     return "; ".join(str(part).strip() for part in parts if part) or "no message"
 
 
+def deadline(pod: Json) -> datetime | None:
+    """The fixed end, once a node has taken the pod: the clock begins then."""
+    begin = _time((pod.get("status") or {}).get("startTime"))
+    seconds = pod["spec"].get("activeDeadlineSeconds")
+    return begin + timedelta(seconds=seconds) if begin is not None and seconds is not None else None
+
+
 def _time(text: str | None) -> datetime | None:
     return datetime.fromisoformat(text) if text else None
-
-
-def _expiry(pod: Json) -> datetime | None:
-    """The deadline counts from when the node took the pod; until then this is the earliest it can be."""
-    seconds = pod["spec"].get("activeDeadlineSeconds")
-    begin = _time((pod.get("status") or {}).get("startTime") or pod["metadata"].get("creationTimestamp"))
-    return begin + timedelta(seconds=seconds) if seconds is not None and begin is not None else None

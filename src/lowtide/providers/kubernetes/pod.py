@@ -1,13 +1,15 @@
-"""A sandbox as Kubernetes objects: its Pod and, with ``network="none"``, its NetworkPolicy. No I/O."""
+"""A sandbox as Kubernetes objects: its Pod, its Secret and, with ``network="none"``, its NetworkPolicy. No I/O."""
 
 from __future__ import annotations
 
+import base64
 import math
 import re
 from typing import Any
 
 from lowtide.errors import UnsupportedError, ValidationError
 from lowtide.providers.base import NetworkMode, SandboxSpec
+from lowtide.providers.inside import program
 from lowtide.providers.kubernetes.options import KubernetesOptions
 
 Json = dict[str, Any]
@@ -15,20 +17,19 @@ Json = dict[str, Any]
 CONTAINER = "main"
 NAME_PREFIX = "lowtide-"
 MAX_LIFETIME_SECONDS = 2**31 - 1
-DEFAULT_LIFETIME_SECONDS = 86_400
-"""A pod that nobody gave a lifetime ends after a day: its deadline cannot be moved, and there has to be one."""
+DEFAULT_LIFETIME_SECONDS = 7 * 86_400
+"""The deadline of a pod that nobody gave one: it cannot be moved later, and there has to be one."""
+_LATER_SECONDS = 60
+"""The node's deadline comes that much after the program's own, which ends everything at once and says why."""
+DIRECTORY = "/.lowtide"
+PROGRAM = f"{DIRECTORY}/inside"
+ARCHITECTURE = "kubernetes.io/arch"
+_ONLY_EXECUTABLE = 0o111  # nobody but root may read it: so who runs it cannot be looked into
 
-# The first process of a sandbox without a command of its own. As PID 1 it takes in and reaps what
-# is orphaned, cannot be killed from inside, and on SIGTERM passes it on and leaves when all others
-# have: the node ends it after the grace.
-IDLE = (
-    "trap 'kill -TERM -1 2>/dev/null; while set -- /proc/[0-9]*; [ $# -gt 1 ]; do sleep 0.05; done; exit 0' TERM INT; "
-    "while :; do sleep 2147483 & wait $!; done"
-)
-
-# What root needs to be root inside its own files; nothing that reaches the node or raw sockets.
+# What root needs to be root inside its own files; nothing that reaches the node or raw sockets. SETPCAP is the
+# program's alone: no command has it, so that none may look into the process that holds the channel.
 _ROOT_CAPABILITIES = (
-    "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETUID",
+    "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETPCAP", "SETUID",
 )  # fmt: skip
 
 _LABEL_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
@@ -37,6 +38,22 @@ _DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 def pod_name(lease_id: str) -> str:
     return NAME_PREFIX + lease_id
+
+
+def pods(namespace: str) -> str:
+    return f"/api/v1/namespaces/{namespace}/pods"
+
+
+def secrets(namespace: str) -> str:
+    return f"/api/v1/namespaces/{namespace}/secrets"
+
+
+def policies(namespace: str) -> str:
+    return f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies"
+
+
+BESIDE = (secrets, policies)
+"""What may stand beside a pod, under its name."""
 
 
 def is_name(text: str) -> bool:
@@ -70,6 +87,10 @@ def check(spec: SandboxSpec) -> None:
         raise ValidationError(
             f"{namespace!r} is no namespace name", argument="namespace", provider="kubernetes"
         )
+    if program.KEY in spec.environment:
+        raise ValidationError(
+            f"{program.KEY} is lowtide's own", argument="environment_variables", provider="kubernetes"
+        )
     if spec.snapshot is not None:
         raise _unsupported("snapshot", "build an image with what the snapshot would hold")
     if spec.limits.pids is not None:
@@ -93,19 +114,36 @@ def wants_policy(spec: SandboxSpec) -> bool:
     return spec.network is None or spec.network.mode is NetworkMode.NONE
 
 
-def pod(spec: SandboxSpec, *, default_image: str) -> Json:
+def pod(spec: SandboxSpec, *, default_image: str, architecture: str, key: bytes | None) -> Json:
+    """`key` None: it and the program are in the Secret. Else the right to make one is missing: the key stands in
+    the Pod, and a first container, which needs a shell, writes the program."""
     options = options_of(spec)
+    fixed = spec.fixed_lifetime_seconds or DEFAULT_LIFETIME_SECONDS
+    cap = min(MAX_LIFETIME_SECONDS - _LATER_SECONDS, max(1, math.ceil(fixed)))
+    lifetime = min(cap, max(1, math.ceil(spec.lifetime_seconds or fixed)))
+    mount = {"name": "lowtide", "mountPath": DIRECTORY, "readOnly": True}
     container: Json = {
         "name": CONTAINER,
         "image": spec.image or default_image,
         "imagePullPolicy": options.image_pull_policy,
-        "command": [_literal(part) for part in spec.command]
-        if spec.command
-        else ["/bin/sh", "-c", _literal(IDLE)],
+        "command": [PROGRAM, "guard", str(lifetime), str(cap)],
+        "args": [_literal(part) for part in spec.command or ()],
         "env": [{"name": name, "value": _literal(value)} for name, value in spec.environment.items()],
         "resources": _resources(spec, options),
         "securityContext": _container_security(options),
+        "terminationMessagePolicy": "FallbackToLogsOnError",  # so that a main command's last words are heard
+        "volumeMounts": [mount],
     }
+    secret = pod_name(spec.lease_id)
+    volume: Json = {"name": "lowtide"}
+    if key is None:
+        reference = {"name": secret, "key": "key"}
+        container["env"].append({"name": program.KEY, "valueFrom": {"secretKeyRef": reference}})
+        item = {"key": "inside", "path": "inside", "mode": _ONLY_EXECUTABLE}
+        volume["secret"] = {"secretName": secret, "items": [item], "defaultMode": _ONLY_EXECUTABLE}
+    else:
+        container["env"].append({"name": program.KEY, "value": key.hex()})
+        volume["emptyDir"] = {"medium": "Memory", "sizeLimit": "1Mi"}
     if options.environment_secrets:
         container["envFrom"] = [{"secretRef": {"name": name}} for name in options.environment_secrets]
     if spec.working_dir:
@@ -117,24 +155,30 @@ def pod(spec: SandboxSpec, *, default_image: str) -> Json:
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": options.termination_grace_seconds,
+        "activeDeadlineSeconds": cap + _LATER_SECONDS,
         "securityContext": _pod_security(options),
         "containers": [container],
+        "volumes": [volume],
+        "nodeSelector": {ARCHITECTURE: architecture, **options.node_selector},
     }
-    if options.tmpfs:
-        container["volumeMounts"] = [
-            {"name": f"tmpfs-{number}", "mountPath": path} for number, path in enumerate(options.tmpfs)
+    if key is not None:
+        line = f"echo {program.packed(architecture)} | base64 -d | gzip -d >{PROGRAM} && chmod 111 {PROGRAM}"
+        body["initContainers"] = [
+            {
+                **{k: container[k] for k in ("image", "imagePullPolicy", "resources", "securityContext")},
+                "name": "program",
+                "command": ["/bin/sh", "-c", line],
+                "volumeMounts": [{**mount, "readOnly": False}],
+                "terminationMessagePolicy": "FallbackToLogsOnError",
+            }
         ]
-        body["volumes"] = [
-            {"name": f"tmpfs-{number}", "emptyDir": {"medium": "Memory"}}
-            for number in range(len(options.tmpfs))
-        ]
-    if spec.lifetime_seconds is not None:
-        body["activeDeadlineSeconds"] = min(MAX_LIFETIME_SECONDS, max(1, math.ceil(spec.lifetime_seconds)))
+    for number, path in enumerate(options.tmpfs):
+        container["volumeMounts"].append({"name": f"tmpfs-{number}", "mountPath": path})
+        body["volumes"].append({"name": f"tmpfs-{number}", "emptyDir": {"medium": "Memory"}})
     for field, value in (
         ("runtimeClassName", spec.isolation.value if spec.isolation is not None else options.runtime_class),
         ("priorityClassName", options.priority_class),
         ("serviceAccountName", options.service_account),
-        ("nodeSelector", dict(options.node_selector)),
         ("tolerations", [dict(one) for one in options.tolerations]),
         ("imagePullSecrets", [{"name": name} for name in options.image_pull_secrets]),
     ):
@@ -146,6 +190,32 @@ def pod(spec: SandboxSpec, *, default_image: str) -> Json:
     if options.annotations:
         metadata["annotations"] = dict(options.annotations)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": body}
+
+
+def secret(spec: SandboxSpec, *, architecture: str, key: bytes) -> Json:
+    """The program, and the key that only whoever may read secrets here is to know."""
+    data = {"inside": program.program(architecture, provider="kubernetes"), "key": key.hex().encode()}
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": pod_name(spec.lease_id), "labels": spec.labels.as_dict()},
+        "type": "Opaque",
+        "immutable": True,  # so that no node watches it
+        "data": {name: base64.b64encode(value).decode() for name, value in data.items()},
+    }
+
+
+def key_in_secret(thing: Json) -> bytes | None:
+    text = (thing.get("data") or {}).get("key")
+    return bytes.fromhex(base64.b64decode(text).decode()) if text else None
+
+
+def key_in_pod(thing: Json) -> bytes | None:
+    for container in thing["spec"]["containers"]:
+        for variable in (container.get("env") or ()) if container["name"] == CONTAINER else ():
+            if variable["name"] == program.KEY and variable.get("value"):
+                return bytes.fromhex(variable["value"])
+    return None
 
 
 def policy(spec: SandboxSpec) -> Json:
@@ -163,7 +233,7 @@ def policy(spec: SandboxSpec) -> Json:
 
 
 def owned_by(created: Json) -> Json:
-    """The patch that makes the garbage collector take the policy with its pod."""
+    """The patch that makes the garbage collector take what stands beside a pod with it."""
     meta = created["metadata"]
     owner = {"apiVersion": "v1", "kind": "Pod", "name": meta["name"], "uid": meta["uid"]}
     return {"metadata": {"ownerReferences": [owner]}}
@@ -217,7 +287,8 @@ def _pod_security(options: KubernetesOptions) -> Json:
     if options.run_as_group is not None:
         security["runAsGroup"] = options.run_as_group
     if options.fs_group is not None:
-        security["fsGroup"] = options.fs_group
+        # Not fsGroup: it would make the program's file readable, and so its processes open, to that group.
+        security["supplementalGroups"] = [options.fs_group]
     return security
 
 

@@ -1,0 +1,98 @@
+"""One create call: the pod, with the program and the key in a secret beside it, and its network policy."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from lowtide import errors
+from lowtide.providers.base import SandboxSpec
+from lowtide.providers.inside import program
+from lowtide.providers.kubernetes import destroy, status
+from lowtide.providers.kubernetes import pod as objects
+from lowtide.providers.kubernetes.client import Api, Json
+from lowtide.providers.kubernetes.errors import PROVIDER, ApiError, may_not
+
+log = logging.getLogger("lowtide.kubernetes")
+
+
+class Creation:
+    """What stands beside the pod is made before it, so that nothing ever runs without it, and given to it as its
+    owner right after. Dying in between leaves what `find`, `get` and `list` show and `destroy` takes away."""
+
+    def __init__(self, api: Api, spec: SandboxSpec, namespace: str, image: str, architecture: str) -> None:
+        self._api, self._spec, self._namespace = api, spec, namespace
+        self._image, self._architecture = image, architecture
+        self._name = objects.pod_name(spec.lease_id)
+        self.key = program.new_key()
+
+    async def run(self) -> Json:
+        spec, namespace = self._spec, self._namespace
+        beside = []
+        try:
+            if secret := await self._secret():
+                beside.append(objects.secrets)
+            if objects.wants_policy(spec):
+                beside.append(objects.policies)
+                await self._create_or_get(objects.policies(namespace), objects.policy(spec))
+            body = objects.pod(
+                spec,
+                default_image=self._image,
+                architecture=self._architecture,
+                key=None if secret else self.key,
+            )
+            pod = await self._create_or_get(objects.pods(namespace), body)
+        except Exception:
+            await self._take_back()
+            raise
+        if any(pod["metadata"].get("labels", {}).get(k) != v for k, v in spec.labels.as_dict().items()):
+            raise errors.SandboxFailedError(
+                f"a pod named {self._name} exists that is not this sandbox",
+                reason="AlreadyExists",
+                provider=PROVIDER,
+            )
+        self.key = objects.key_in_pod(pod) or self.key  # of an earlier try
+        owner = objects.owned_by(pod)
+        paths = [f"{path(namespace)}/{self._name}" for path in beside]
+        await asyncio.gather(*(self._api.request("PATCH", path, body=owner, merge=True) for path in paths))
+        return pod
+
+    async def _secret(self) -> bool:
+        """Whether there is one: False where the right to make it is missing."""
+        body = objects.secret(self._spec, architecture=self._architecture, key=self.key)
+        try:
+            made = await self._create_or_get(objects.secrets(self._namespace), body)
+        except ApiError as error:
+            if not may_not(error):
+                raise
+            log.info("without the right to create secrets in %s the key stands in the pod", self._namespace)
+            return False
+        if not status.is_ours(made):
+            raise errors.SandboxFailedError(
+                f"a secret named {self._name} exists that is not lowtide's",
+                reason="AlreadyExists",
+                provider=PROVIDER,
+            )
+        self.key = objects.key_in_secret(made) or self.key
+        return True
+
+    async def _create_or_get(self, path: str, body: Json) -> Json:
+        try:
+            return await self._api.request("POST", path, body=body)
+        except ApiError as error:
+            if error.reason != "AlreadyExists":
+                raise
+            return await self._api.request("GET", f"{path}/{self._name}")
+
+    async def _take_back(self) -> None:
+        """After a refusal. Best effort: the caller has an error to see, and what is left can be found again."""
+        try:
+            await self._api.request("GET", f"{objects.pods(self._namespace)}/{self._name}")
+        except ApiError as error:
+            if error.status == 404:
+                try:
+                    await destroy.delete_beside(self._api, self._namespace, self._name, self._spec.labels)
+                except Exception:
+                    log.info("what stands beside %s could not be deleted yet", self._name)
+        except Exception:
+            log.info("whether there is a pod %s could not be seen", self._name)

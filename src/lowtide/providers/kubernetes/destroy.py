@@ -1,0 +1,102 @@
+"""The end of a sandbox: its pod until it is really gone, then what stood beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Coroutine
+from typing import Any
+
+from lowtide.providers.base import Labels
+from lowtide.providers.kubernetes import pod as objects
+from lowtide.providers.kubernetes import status
+from lowtide.providers.kubernetes.client import Api, Json
+from lowtide.providers.kubernetes.errors import ApiError, may_not
+
+_START_SECONDS = 2.0
+_NUDGE_SECONDS = 3.0
+
+_tasks: set[asyncio.Task[Any]] = set()
+
+
+async def delete_pod(api: Api, namespace: str, pod: Json, grace_seconds: float) -> bool:
+    """Until the pod is really gone. A grace of 0 would take the object away while its processes still run."""
+    name, same = pod["metadata"]["name"], {"uid": pod["metadata"]["uid"]}
+    path = f"{objects.pods(namespace)}/{name}"
+    grace = max(1, math.ceil(grace_seconds))
+    await _let_it_start(api, namespace, pod)
+    if not await _delete(api, path, {"gracePeriodSeconds": grace + 1, "preconditions": same}):
+        return False
+    # A node that was just starting the pod can miss the delete for a minute; a shorter grace tells it again.
+    again = asyncio.get_running_loop().call_later(
+        grace + _NUDGE_SECONDS,
+        lambda: _spawn(_delete(api, path, {"gracePeriodSeconds": grace, "preconditions": same})),
+    )
+    forced, has_run = False, status.has_run(pod)
+    try:
+        async for kind, seen in api.watch(objects.pods(namespace), name=name, version=None):
+            if kind == "DELETED" or seen["metadata"]["uid"] != same["uid"]:
+                return True
+            has_run = has_run or status.has_run(seen)
+            if not forced and (status.all_terminated(seen, has_run=has_run) or status.never_started(seen)):
+                # The node has reported every container dead, or that it never made one. It would take
+                # ten seconds to a minute to let go of the object; with nothing running, taking it
+                # away is safe.
+                forced = True
+                await _delete(api, path, {"gracePeriodSeconds": 0, "preconditions": same})
+    finally:
+        again.cancel()
+    return True
+
+
+async def delete_beside(api: Api, namespace: str, name: str, labels: Labels | None = None) -> bool:
+    """Whether anything was there. What is under our name and not ours stays."""
+    ended = False
+    for path in objects.BESIDE:
+        where = f"{path(namespace)}/{name}"
+        try:
+            thing = await api.request("GET", where)
+            if not status.is_ours(thing) or (labels and _differ(thing, labels)):
+                continue
+            ended = await _delete(api, where, {"preconditions": {"uid": thing["metadata"]["uid"]}}) or ended
+        except ApiError as error:
+            if error.status != 404 and not may_not(error):
+                raise
+    return ended
+
+
+def _differ(thing: Json, labels: Labels) -> bool:
+    has = thing["metadata"].get("labels") or {}
+    return any(has.get(key) != value for key, value in labels.as_dict().items())
+
+
+async def _delete(api: Api, path: str, body: Json) -> bool:
+    try:
+        await api.request("DELETE", path, body=body)
+    except ApiError as error:
+        if error.status == 404 or error.reason == "Conflict":  # gone, or another one has its name by now
+            return False
+        raise
+    return True
+
+
+async def _let_it_start(api: Api, namespace: str, pod: Json) -> None:
+    """Give a container that is being made a moment: the node ends a running one at once, a half-made one late."""
+    if not pod["spec"].get("nodeName") or not status.starting(pod):
+        return
+    meta = pod["metadata"]
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_START_SECONDS):
+            async for kind, seen in api.watch(
+                objects.pods(namespace), name=meta["name"], version=meta["resourceVersion"]
+            ):
+                if kind == "DELETED" or not status.starting(seen):
+                    return
+
+
+def _spawn(work: Coroutine[Any, Any, Any]) -> None:
+    task = asyncio.get_running_loop().create_task(work)
+    _tasks.add(task)
+    task.add_done_callback(_tasks.discard)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
