@@ -138,7 +138,7 @@ async def test_a_line_of_shell_brings_it_in_with_the_first_command_and_leaves_no
         code, out, _ = await run(client, "sh", "-c", 'env; printf %s "$1"', "sh", word)
         assert (code, out[-60_000:].decode()) == (0, word)
         assert program.FIRST.encode() not in out
-        assert not list(Path("/tmp").glob(f".lowtide-{inside.name}*"))  # noqa: ASYNC240 - one look
+        assert not list(Path("/tmp").glob(f".lowtide-{inside.name}*"))
         assert (await run(client, "cat", input=b"over its own input"))[1] == b"over its own input"
 
 
