@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from lowtide.errors import AuthenticationError, MissingDependencyError
 from lowtide.providers.hosted import way_of
@@ -88,11 +88,7 @@ class Access:
                     f"the kubeconfig's context {name!r} names the {kind} {wanted!r}, which it lacks"
                 )
             found[kind] = thing or {}
-        server = str(found["cluster"].get("server") or "")
-        if urlsplit(server).scheme not in ("http", "https") or not urlsplit(server).hostname:
-            raise refused(
-                f"the kubeconfig's cluster has no server that is an http or https address: {server!r}"
-            )
+        _address(found["cluster"].get("server"), "server")
         return cls(
             kubeconfig=os.pathsep.join(paths),
             context=str(name),
@@ -137,9 +133,7 @@ class Access:
         """By the kubeconfig, else by the environment, which never sends what is for this machine elsewhere."""
         named = self.cluster.get("proxy-url")
         if named:
-            if urlsplit(str(named)).scheme not in ("http", "https"):
-                raise refused("the kubeconfig's proxy-url is neither http nor https")
-            return str(named)
+            return _address(named, "proxy-url").geturl()
         address = urlsplit(self.server)
         environ = self.environ
         found = environ.get(f"{address.scheme}_proxy") or environ.get(f"{address.scheme.upper()}_PROXY")
@@ -224,6 +218,22 @@ def _goes_directly(host: str, excluded: str) -> bool:
         except ValueError:
             continue
     return False
+
+
+def _address(text: Any, what: str) -> SplitResult:
+    """Without quoting it: it may hold a password."""
+    try:
+        address = urlsplit(str(text or ""))
+        good = (
+            address.scheme in ("http", "https")
+            and address.hostname
+            and (address.port is None or address.port)
+        )
+        if good and (what == "proxy-url" or "@" not in address.netloc):
+            return address
+    except ValueError:
+        pass
+    raise refused(f"the kubeconfig's cluster has no {what} that is an http or https address")
 
 
 def refused(words: str) -> AuthenticationError:

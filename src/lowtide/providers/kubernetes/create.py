@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 
 from lowtide import errors
 from lowtide.providers.base import SandboxSpec
@@ -42,10 +43,13 @@ class Creation:
                 key=None if secret else self.key,
             )
             pod = await self._create_or_get(objects.pods(namespace), body)
-        except Exception:
-            await self._take_back()
+        except ApiError as error:
+            if error.status < 500:  # else the pod may still come, and then needs what stands beside it
+                await self._take_back()
             raise
         if any(pod["metadata"].get("labels", {}).get(k) != v for k, v in spec.labels.as_dict().items()):
+            if not status.is_ours(pod):
+                await destroy.delete_beside(self._api, namespace, self._name)
             raise errors.SandboxFailedError(
                 f"a pod named {self._name} exists that is not this sandbox",
                 reason="AlreadyExists",
@@ -85,14 +89,10 @@ class Creation:
             return await self._api.request("GET", f"{path}/{self._name}")
 
     async def _take_back(self) -> None:
-        """After a refusal. Best effort: the caller has an error to see, and what is left can be found again."""
+        """Best effort: the caller has an error to see, and what is left can be found again."""
         try:
             await self._api.request("GET", f"{objects.pods(self._namespace)}/{self._name}")
-        except ApiError as error:
-            if error.status == 404:
-                try:
-                    await destroy.delete_beside(self._api, self._namespace, self._name, self._spec.labels)
-                except Exception:
-                    log.info("what stands beside %s could not be deleted yet", self._name)
-        except Exception:
-            log.info("whether there is a pod %s could not be seen", self._name)
+        except Exception as error:
+            if isinstance(error, ApiError) and error.status == 404:
+                with suppress(Exception):
+                    await destroy.delete_beside(self._api, self._namespace, self._name)

@@ -8,13 +8,12 @@ import math
 from collections.abc import Coroutine
 from typing import Any
 
-from lowtide.providers.base import Labels
 from lowtide.providers.kubernetes import pod as objects
 from lowtide.providers.kubernetes import status
 from lowtide.providers.kubernetes.client import Api, Json
 from lowtide.providers.kubernetes.errors import ApiError, may_not
 
-_START_SECONDS = 2.0
+_START_SECONDS = 8.0
 _NUDGE_SECONDS = 3.0
 
 _tasks: set[asyncio.Task[Any]] = set()
@@ -50,25 +49,20 @@ async def delete_pod(api: Api, namespace: str, pod: Json, grace_seconds: float) 
     return True
 
 
-async def delete_beside(api: Api, namespace: str, name: str, labels: Labels | None = None) -> bool:
+async def delete_beside(api: Api, namespace: str, name: str) -> bool:
     """Whether anything was there. What is under our name and not ours stays."""
-    ended = False
-    for path in objects.BESIDE:
-        where = f"{path(namespace)}/{name}"
+
+    async def one(path: str) -> bool:
         try:
-            thing = await api.request("GET", where)
-            if not status.is_ours(thing) or (labels and _differ(thing, labels)):
-                continue
-            ended = await _delete(api, where, {"preconditions": {"uid": thing["metadata"]["uid"]}}) or ended
+            thing = await api.request("GET", path)
+            same = {"uid": thing["metadata"]["uid"]}
+            return status.is_ours(thing) and await _delete(api, path, {"preconditions": same})
         except ApiError as error:
             if error.status != 404 and not may_not(error):
                 raise
-    return ended
+            return False
 
-
-def _differ(thing: Json, labels: Labels) -> bool:
-    has = thing["metadata"].get("labels") or {}
-    return any(has.get(key) != value for key, value in labels.as_dict().items())
+    return any(await asyncio.gather(*(one(f"{path(namespace)}/{name}") for path in objects.BESIDE)))
 
 
 async def _delete(api: Api, path: str, body: Json) -> bool:

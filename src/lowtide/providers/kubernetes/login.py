@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 from lowtide.engine import children_take_signals
@@ -59,6 +60,13 @@ class Login:
 
 
 def _make(access: Access) -> Pass:
+    try:
+        return _read(access)
+    except (AttributeError, KeyError, TypeError, UnicodeError):  # a word where a list or mapping has to be
+        raise refused("the kubeconfig's user or cluster is not what Kubernetes describes") from None
+
+
+def _read(access: Access) -> Pass:
     user = access.user
     token: str | None = None
     until: float | None = None
@@ -70,7 +78,6 @@ def _make(access: Access) -> Pass:
         token = str(user["token"]).strip()
     elif user.get("username"):
         pair = f"{user['username']}:{user.get('password') or ''}"
-        token = None
         return _checked(access, [("Authorization", f"Basic {_base64(pair)}")], certificate, key, None)
     elif user.get("exec") is not None:
         answer = _ask_plugin(access)
@@ -109,26 +116,33 @@ def _checked(
 def _tls(access: Access, certificate: bytes | None, key: bytes | None) -> ssl.SSLContext | None:
     cluster = access.cluster
     authority = content(cluster, "certificate-authority")
-    if access.server.startswith("http:"):
-        return None
     insecure = bool(cluster.get("insecure-skip-tls-verify"))
     if insecure and authority:
         raise refused(
             "the kubeconfig's cluster has both an authority and insecure-skip-tls-verify: take one out"
         )
+    if access.server.startswith("http:"):
+        return None
     try:
-        context = ssl.create_default_context(cadata=authority.decode("ascii") if authority else None)
-        # Clusters make their own certificates; what Python 3.13 asks of them beyond RFC 5280 they do not hold.
-        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
-        if insecure:
-            context.check_hostname = False
-            context.verify_mode = ssl.CERT_NONE
-        if certificate:
-            with _as_files(certificate, key or b"") as (chain, private):
-                # With a password that is wrong, so that OpenSSL asks nobody at the terminal for one.
-                context.load_cert_chain(chain, private, password=lambda: "")
+        return _context(authority, insecure, certificate, key)
     except (ssl.SSLError, ValueError, OSError):
         raise refused("a certificate or key in the kubeconfig is not one (PEM, without a password)") from None
+
+
+@lru_cache(maxsize=8)  # connections are kept by their context: a new token is no reason for new ones
+def _context(
+    authority: bytes | None, insecure: bool, certificate: bytes | None, key: bytes | None
+) -> ssl.SSLContext:
+    context = ssl.create_default_context(cadata=authority.decode("ascii") if authority else None)
+    # Clusters make their own certificates; what Python 3.13 asks of them beyond that they do not hold.
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    if insecure:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    if certificate:
+        with _as_files(certificate, key or b"") as (chain, private):
+            # With a password that is wrong, so that OpenSSL asks nobody at the terminal for one.
+            context.load_cert_chain(chain, private, password=lambda: "")
     return context
 
 

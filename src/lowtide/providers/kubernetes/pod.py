@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from lowtide.errors import UnsupportedError, ValidationError
+from lowtide.providers import hosted
 from lowtide.providers.base import NetworkMode, SandboxSpec
 from lowtide.providers.inside import program
 from lowtide.providers.kubernetes.options import KubernetesOptions
@@ -62,15 +63,7 @@ def is_name(text: str) -> bool:
 
 
 def options_of(spec: SandboxSpec) -> KubernetesOptions:
-    if spec.options is None:
-        return KubernetesOptions()
-    if not isinstance(spec.options, KubernetesOptions):
-        raise ValidationError(
-            f"options must be KubernetesOptions, not {type(spec.options).__name__}",
-            argument="options",
-            provider="kubernetes",
-        )
-    return spec.options
+    return hosted.options_of(spec, KubernetesOptions, "kubernetes")
 
 
 def check(spec: SandboxSpec) -> None:

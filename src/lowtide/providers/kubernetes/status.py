@@ -121,13 +121,10 @@ def trouble(pod: Json) -> Trouble | None:
     """Why commands cannot run in it, now and for good; None while it runs or may still start."""
     meta, status = pod["metadata"], pod.get("status") or {}
     ended = _terminated(status)
-    if status.get("phase") in ("Failed", "Succeeded"):
+    if ended or status.get("phase") in ("Failed", "Succeeded"):
         reason = status.get("reason") or (ended or {}).get("reason") or str(status["phase"])
         if (ended or {}).get("exitCode") == EXPIRED and not status.get("reason"):
             reason = "DeadlineExceeded"  # by the program's own clock
-        return Trouble(reason=reason, message=_message(status, ended), ended=True)
-    if ended:
-        reason = "DeadlineExceeded" if ended.get("exitCode") == EXPIRED else ended.get("reason") or "Error"
         return Trouble(reason=reason, message=_message(status, ended), ended=True)
     if meta.get("deletionTimestamp"):
         return Trouble(reason="Deleted", message="it is being deleted", ended=True)
