@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import subprocess
@@ -379,6 +380,46 @@ def test_the_end_of_the_sandbox_ends_its_commands(make: Callable[..., Sandbox]) 
         box.exec(["true"]).result(SECONDS)
     with pytest.raises(SandboxGone):
         box.read_file("/etc/passwd").result(SECONDS)
+
+
+_LOOK = """
+seen=0; read=0
+for p in /proc/[0-9]*; do
+  [ $p != /proc/$$ ] || continue
+  case $(tr '\\0' ' ' <$p/cmdline) in *inside*' serve '*|*.lowtide-*' serve '*) ;; *) continue;; esac
+  seen=$((seen+1))
+  for f in environ maps mem auxv; do head -c 1 $p/$f >/dev/null 2>&1 && read=$((read+1)); done
+  ls $p/fd >/dev/null 2>&1 && read=$((read+1))
+done
+echo $((seen > 1)) $read $(ls -A /tmp)
+"""
+
+
+def test_no_command_can_look_into_the_program_or_finds_its_key(make: Callable[..., Sandbox]) -> None:
+    """The way in of the one who made it, and the way in of somebody who comes later, to what may be hostile by then."""
+    box = make()
+    later = E2BProvider.connect(os.environ, {"template": "base"})
+    other = Sandbox.from_id(str(box.sandbox_id), provider=later).result(SECONDS)
+    for one, provider in ((box, registry.provider("e2b")), (other, later)):
+        assert one.exec(["bash", "-c", _LOOK]).result(SECONDS).stdout == "1 0\n"
+        assert isinstance(provider, E2BProvider)
+        key = provider._servers[str(box.sandbox_id), None].key
+        said = one.exec(["bash", "-c", "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null || true"])
+        shown = said.result(SECONDS).stdout_bytes
+        assert b"LOWTIDE_FIRST=" not in shown
+        assert not any(form in shown for form in (key, key.hex().encode(), base64.b64encode(key)[:20]))
+    engine().run(later.aclose(), SECONDS)
+
+
+def test_a_program_that_is_killed_is_an_error_and_the_next_command_runs(make: Callable[..., Sandbox]) -> None:
+    box = make()
+    running = box.exec(["sleep", "1000"])
+    wait = "until pgrep -x sleep >/dev/null; do sleep 0.05; done; "
+    with pytest.raises(SandboxUnavailableError):
+        box.exec(["bash", "-c", wait + "pkill -9 -f 'serve [0-9a-f]{16} binary'; sleep 1000"]).result(SECONDS)
+    with pytest.raises(SandboxUnavailableError):
+        running.result(SECONDS)
+    assert box.exec(["echo", "again"]).result(SECONDS).stdout == "again\n"
 
 
 # Ports, code

@@ -8,7 +8,6 @@ import posixpath
 import secrets
 from collections.abc import AsyncIterator
 
-from lowtide import errors
 from lowtide.providers import hosted
 from lowtide.providers.e2b.errors import SERVICE
 from lowtide.providers.e2b.sdk import LazySandbox
@@ -20,7 +19,7 @@ IDLE_SECONDS = 120.0
 SMALL_BYTES = 256 << 10
 """Up to here one round trip to the program inside does it."""
 _REMOVE_SECONDS = 10.0
-_PIECE_BYTES = 512 << 10
+_PIECE_BYTES = 256 << 10
 
 
 async def read(box: LazySandbox, path: str, *, user: str | None) -> AsyncIterator[bytes]:
@@ -39,17 +38,12 @@ async def _piece(chunks: AsyncIterator[bytes]) -> bytes:
     """The next chunks, up to a size that is worth passing on; nothing at the end."""
     parts: list[bytes] = []
     size = 0
-    loop = asyncio.get_running_loop()
-    heard = loop.time()
-    async with asyncio.timeout_at(heard + IDLE_SECONDS) as limit:
+    async with asyncio.timeout(IDLE_SECONDS):
         async for chunk in chunks:
             parts.append(chunk)
             size += len(chunk)
             if size >= _PIECE_BYTES:
                 break
-            if loop.time() - heard > 1:
-                heard = loop.time()
-                limit.reschedule(heard + IDLE_SECONDS)
     return b"".join(parts)
 
 
@@ -60,33 +54,14 @@ async def write(
     aside = posixpath.join(posixpath.dirname(path), f".lowtide-{secrets.token_hex(8)}.part")
     try:
         with SERVICE.mapped(box.sandbox_id, path=path):
-            await _upload(box, aside, source, user=user)
+            sending = _send(box, aside, aiter(source), user)
+            await source.watched(sending, IDLE_SECONDS, service=SERVICE, sandbox_id=box.sandbox_id)
         await inside.replace_file(client, path, aside, mode=mode)
     except BaseException:
         # Before anybody hears of the end, so that nothing of it is left by then.
         await asyncio.shield(asyncio.ensure_future(_removed(client, aside)))
         raise
     return source.bytes
-
-
-async def _upload(box: LazySandbox, path: str, source: hosted.Counted, *, user: str | None) -> None:
-    call = asyncio.ensure_future(_send(box, path, aiter(source), user))
-    try:
-        before = -1
-        while not (await asyncio.wait({call}, timeout=IDLE_SECONDS))[0]:
-            if source.moved == before:
-                raise errors.RequestTimeoutError(
-                    f"E2B took no data for {IDLE_SECONDS:g} s", provider="e2b", sandbox_id=box.sandbox_id
-                )
-            before = source.moved
-        call.result()
-    except BaseException:
-        if source.error is not None:  # the source's own, which the transport wraps
-            raise source.error from None
-        raise
-    finally:
-        if not call.done():
-            hosted.let_go(call)
 
 
 async def _send(box: LazySandbox, path: str, chunks: AsyncIterator[bytes], user: str | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from lowtide.providers import hosted
 from lowtide.providers.base import Labels, SandboxInfo, SandboxState
 from lowtide.providers.e2b.access import Access
 from lowtide.providers.e2b.errors import SERVICE
@@ -19,7 +20,7 @@ async def detail(access: Access, sandbox_id: str) -> Any:
     from e2b.api.client_async import get_api_client
     from e2b.connection_config import ConnectionConfig
 
-    if not is_id(sandbox_id):
+    if not hosted.is_word(sandbox_id):
         raise SERVICE.missing(sandbox_id)
     client = get_api_client(ConnectionConfig(**access.parameters()))
     asking = get_sandboxes_sandbox_id.asyncio_detailed(sandbox_id, client=client)
@@ -64,8 +65,3 @@ def metadata_of(found: Any) -> dict[str, str]:
         return dict(given)
     kept = getattr(given, "additional_properties", None)
     return dict(kept) if isinstance(kept, dict) else {}
-
-
-def is_id(sandbox_id: str) -> bool:
-    """E2B's ids are plain words. Anything else must not become part of a path."""
-    return bool(sandbox_id) and sandbox_id.isascii() and sandbox_id.replace("-", "").isalnum()

@@ -7,7 +7,7 @@ import importlib.util
 import math
 import os
 from collections import OrderedDict
-from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar, Self
@@ -27,13 +27,14 @@ from lowtide.providers.base import (
     Url,
     nothing_sent,
 )
-from lowtide.providers.e2b import create, files, lookup, snapshots
+from lowtide.providers.e2b import create, files, lookup
 from lowtide.providers.e2b.access import Access
 from lowtide.providers.e2b.channel import EnvdChannel, Server, all_closed, open_channel
 from lowtide.providers.e2b.destroy import Destroy
 from lowtide.providers.e2b.errors import SERVICE
 from lowtide.providers.e2b.options import E2BOptions
 from lowtide.providers.e2b.sdk import LazySandbox, SdkSandbox, sandbox_class
+from lowtide.providers.e2b.snapshots import Snapshots
 from lowtide.providers.inside import Client, Clients, InsideProcess
 from lowtide.providers.inside import files as inside
 from lowtide.providers.inside.calls import Calls
@@ -44,25 +45,15 @@ _TRIES = 3
 """To open a channel whose stream breaks before the program has answered."""
 
 
-class E2BProvider(Calls):
+class E2BProvider(Snapshots, Calls):
     """The primitives over E2B's API. A sandbox id is E2B's own."""
 
     name: ClassVar[str] = "e2b"
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {
-            Capability.STDIN,
-            Capability.TTY,
-            Capability.USER,
-            Capability.SIGNALS,
-            Capability.NETWORK_NONE,
-            Capability.NETWORK_FULL,
-            Capability.NETWORK_ALLOW,
-            Capability.PORTS,
-            Capability.SNAPSHOT,
-            Capability.PAUSE,
-            Capability.LIFETIME,
-            Capability.RENEW,
-            Capability.CODE,
+            *(Capability.STDIN, Capability.TTY, Capability.USER, Capability.SIGNALS, Capability.CODE),
+            *(Capability.NETWORK_NONE, Capability.NETWORK_FULL, Capability.NETWORK_ALLOW, Capability.PORTS),
+            *(Capability.SNAPSHOT, Capability.PAUSE, Capability.LIFETIME, Capability.RENEW),
         }
     )
     traits: ClassVar[Traits] = Traits(
@@ -174,7 +165,7 @@ class E2BProvider(Calls):
     # -- ending
 
     async def destroy(self, sandbox_id: str, *, grace_seconds: float = 0.0) -> bool:
-        if not lookup.is_id(sandbox_id):
+        if not hosted.is_word(sandbox_id):
             return False
         self._sdk()
         self._forget(sandbox_id)
@@ -303,17 +294,9 @@ class E2BProvider(Calls):
         size: int | None = None,
         mode: int | None = None,
     ) -> int:
-        begun = bytearray()
-        if size is None:
-            chunks = aiter(chunks)
-            async for chunk in chunks:
-                begun += chunk
-                if len(begun) > files.SMALL_BYTES:
-                    break
-        small = len(begun) <= files.SMALL_BYTES if size is None else size <= files.SMALL_BYTES
-        source = hosted.Counted(chunks, bytes(begun))
-        if small or not _is_text(path):
-            return await super().write_file(sandbox_id, path, aiter(source), size=size, mode=mode)
+        if (size is not None and size <= files.SMALL_BYTES) or not _is_text(path):
+            return await super().write_file(sandbox_id, path, chunks, size=size, mode=mode)
+        source = hosted.Counted(chunks)
         async with self._explaining(sandbox_id):
             known = await self._sandbox(sandbox_id)
             client = await self._client(sandbox_id, None)
@@ -329,26 +312,6 @@ class E2BProvider(Calls):
             headers |= {"E2b-Sandbox-Id": sandbox_id, "E2b-Sandbox-Port": str(port)}
             return Url(url=self._access.sandbox_url.rstrip("/"), headers=headers)
         return Url(url=f"https://{known.sdk.get_host(port)}", headers=headers)
-
-    # -- snapshots and sleep
-
-    async def snapshot(self, sandbox_id: str, name: str) -> str:
-        return await snapshots.snapshot(self._sdk(), self._access, sandbox_id, name)
-
-    async def delete_snapshot(self, snapshot_id: str) -> bool:
-        return await snapshots.delete_snapshot(self._sdk(), self._access, snapshot_id)
-
-    async def list_snapshots(self) -> Sequence[str]:
-        return await snapshots.list_snapshots(self._sdk(), self._access)
-
-    async def pause(self, sandbox_id: str) -> None:
-        await snapshots.pause(self._sdk(), self._access, sandbox_id)
-
-    async def resume(self, sandbox_id: str) -> None:
-        resumed = await snapshots.resume(self._sdk(), self._access, sandbox_id)
-        known = self._known.get(sandbox_id)
-        if known is not None:
-            known.sdk = resumed
 
     # -- what is known
 

@@ -7,6 +7,7 @@ commands and nothing else, and those need one.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,46 +23,27 @@ LazySandbox: TypeAlias = Any
 
 @functools.cache
 def sandbox_class() -> type[LazySandbox]:
-    """Imports the SDK. What it makes is an `AsyncSandbox` in every way."""
+    """Imports the SDK. What it makes is an `AsyncSandbox`, as far as this package uses one."""
     from e2b import AsyncSandbox
     from e2b.api.client_async import get_envd_api
     from e2b.envd.client_async import create_rpc_client
-    from e2b.envd.process import process_connect
+    from e2b.envd.process.process_connect import ProcessClient
     from e2b.sandbox_async.commands.command import Commands
-    from e2b.sandbox_async.commands.pty import Pty
     from e2b.sandbox_async.filesystem.filesystem import Filesystem
-    from e2b.sandbox_async.git import Git
 
-    class Lazy(AsyncSandbox):  # type: ignore[misc]
-        def __init__(self, **given: Any) -> None:
-            super(AsyncSandbox, self).__init__(**given)
+    def begin(self: Any, **given: Any) -> None:
+        super(AsyncSandbox, self).__init__(**given)
 
-        @functools.cached_property
-        def process_rpc(self) -> Any:
-            """The generated client of envd's process service."""
-            return create_rpc_client(process_connect.ProcessClient, self.envd_api_url, self.connection_config)
-
-        @functools.cached_property
-        def _envd_api(self) -> Any:
-            return get_envd_api(self.connection_config, self.envd_api_url)
-
-        @functools.cached_property
-        def _filesystem(self) -> Any:
-            return Filesystem(self.envd_api_url, self._envd_version, self.connection_config, self._envd_api)
-
-        @functools.cached_property
-        def _commands(self) -> Any:
-            return Commands(self.envd_api_url, self.connection_config, self._envd_version, self._envd_api)
-
-        @functools.cached_property
-        def _pty(self) -> Any:
-            return Pty(self.envd_api_url, self.connection_config, self._envd_version, self._envd_api)
-
-        @functools.cached_property
-        def _git(self) -> Any:
-            return Git(self._commands)
-
-    return Lazy
+    parts: dict[str, Callable[[Any], Any]] = {
+        "process_rpc": lambda s: create_rpc_client(ProcessClient, s.envd_api_url, s.connection_config),
+        "_envd_api": lambda s: get_envd_api(s.connection_config, s.envd_api_url),
+        "_filesystem": lambda s: Filesystem(
+            s.envd_api_url, s._envd_version, s.connection_config, s._envd_api
+        ),
+        "_commands": lambda s: Commands(s.envd_api_url, s.connection_config, s._envd_version, s._envd_api),
+    }
+    members = {name: functools.cached_property(make) for name, make in parts.items()}
+    return type("Lazy", (AsyncSandbox,), {"__init__": begin, **members})
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lowtide import engine
@@ -97,7 +97,6 @@ class PlainTransport:
         )
 
     async def execute(self, request: Request) -> Response:
-        import httpx
         import pyqwest
 
         content = request.content
@@ -105,19 +104,13 @@ class PlainTransport:
             request.method,
             request.url,
             headers=list(request.headers.items()),
-            content=content if isinstance(content, bytes) else _all(content),
+            content=content if isinstance(content, bytes) else (bytes(chunk) async for chunk in content),
         )
         for name in ("accept", "accept-encoding", "user-agent"):  # httpx adds its own
             if name not in request.headers:
                 asked.headers.pop(name, None)
-        try:
+        with _told():
             answer = await self._client.send(asked, stream=True)
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise ConnectionError(str(error)) from error
-        except httpx.TimeoutException as error:
-            raise TimeoutError(str(error)) from error
-        except httpx.TransportError as error:
-            raise pyqwest.ReadError(str(error)) from error
         headers = pyqwest.Headers(answer.headers.multi_items())
         return pyqwest.Response(status=answer.status_code, headers=headers, content=_body(answer))
 
@@ -125,25 +118,30 @@ class PlainTransport:
         await self._client.aclose()
 
 
-async def _all(content: AsyncIterator[Any]) -> AsyncIterator[bytes]:
-    async for chunk in content:
-        yield bytes(chunk)
-
-
 async def _body(answer: Any) -> AsyncIterator[bytes]:
+    try:
+        with _told():
+            async for chunk in answer.aiter_raw():
+                yield chunk
+    finally:
+        with contextlib.suppress(Exception):
+            await answer.aclose()
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """httpx's errors, as pyqwest has them."""
     import httpx
     import pyqwest
 
     try:
-        async for chunk in answer.aiter_raw():
-            yield chunk
+        yield
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        raise ConnectionError(str(error)) from error
     except httpx.TimeoutException as error:
         raise TimeoutError(str(error)) from error
     except httpx.TransportError as error:
         raise pyqwest.ReadError(str(error)) from error
-    finally:
-        with contextlib.suppress(Exception):
-            await answer.aclose()
 
 
 def _after_fork() -> None:

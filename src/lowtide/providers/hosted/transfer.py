@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable
+
+from lowtide import errors
+from lowtide.providers.hosted.service import Service, let_go
 
 
 class Counted:
@@ -28,3 +32,27 @@ class Counted:
         except BaseException as error:
             self.error = error
             raise
+
+    async def watched(
+        self, sending: Awaitable[object], idle_seconds: float, *, service: Service, sandbox_id: str
+    ) -> None:
+        """Until `sending` has sent them: for as long as it takes, while they move. Raises the source's own error."""
+        call = asyncio.ensure_future(sending)
+        try:
+            before = -1
+            while not (await asyncio.wait({call}, timeout=idle_seconds))[0]:
+                if self.moved == before:
+                    raise errors.RequestTimeoutError(
+                        f"{service.name} took no data for {idle_seconds:g} s",
+                        provider=service.provider,
+                        sandbox_id=sandbox_id,
+                    )
+                before = self.moved
+            call.result()
+        except BaseException:
+            if self.error is not None:  # which a transport wraps
+                raise self.error from None
+            raise
+        finally:
+            if not call.done():
+                let_go(call)
