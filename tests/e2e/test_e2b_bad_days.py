@@ -192,7 +192,7 @@ def test_fifty_megabytes_across_ten_drops_and_the_command_runs_once(emulator: An
         [first] = [one for one in channel_module._channels if one._sandbox.sandbox_id == box.sandbox_id]
         script = 'echo ran >>/tmp/counter; exec python3 -c "$1"'
         running = box.exec(["sh", "-c", script, "sh", _COUNTED])
-        engine().loop.call_soon_threadsafe(first._pump.cancel)  # the tenth: what is there already breaks, too
+        engine().loop.call_soon_threadsafe(first.close)  # the tenth: what is there already breaks, too
         result = running.result(SECONDS)
         assert emulator.faults.hits(fault) == 9
         assert len(result.stdout_bytes) == 800 * 65536

@@ -32,9 +32,6 @@ _CLOSE_SECONDS = 0.5
 _PIECE_BYTES = 1 << 20
 _FIRST_BYTES = 90_000
 """As much as fits into one variable (128 KiB) as base64."""
-_QUEUE_CHUNKS = 64
-_SAID_BYTES = 1000
-ROOT = "root"
 
 _channels: set[EnvdChannel] = set()
 
@@ -53,35 +50,49 @@ class EnvdChannel:
 
     def __init__(self, sandbox: LazySandbox, events: AsyncGenerator[Any, Any]) -> None:
         self._sandbox, self._events = sandbox, events
-        self._loop = asyncio.get_running_loop()
-        self._chunks: asyncio.Queue[bytes] = asyncio.Queue(_QUEUE_CHUNKS)
-        self._pid: asyncio.Future[int] = self._loop.create_future()
-        self.failure: BaseException | None = None
-        self._over = self._closed = False
-        self._speaking: asyncio.Future[None] = self._loop.create_future()
+        self._reading: asyncio.Task[bytes] | None = None
+        self._pid: int | None = None
+        self._early = b""
+        self._spoke = self._closed = False
+        self._gone = asyncio.get_running_loop().create_future()
         self.code: int | None = None
-        self._heard = self._loop.time()
+        """Of the process, once it has ended."""
         self.said = b""
-        """The beginning of what came on standard error."""
-        self._watch = self._loop.call_later(_SILENT_SECONDS, self._listen)
-        self._pump = self._loop.create_task(self._run())
-        track(self._pump)
+        """The last of what came on standard error."""
         _channels.add(self)
 
-    async def started(self) -> int:
-        """The process id, once it runs. Raises what the SDK raises."""
-        return await asyncio.shield(self._pid)
+    async def start(self) -> None:
+        """Until the process runs. Raises what the SDK raises: gone, or only out of reach, as envd's health tells."""
+        from e2b.envd.rpc import ahandle_rpc_exception_with_health
+        from e2b.envd.utils import extract_start_pid
 
-    async def spoke(self) -> bool:
-        """Whether the program runs, once that is known."""
-        await asyncio.wait({self._pump, self._speaking}, return_when=asyncio.FIRST_COMPLETED)
-        return self._speaking.done()
+        try:
+            self._pid = int(extract_start_pid(await anext(self._events), "start the program inside"))
+        except Exception as error:
+            health = self._sandbox.commands._check_health
+            raise await ahandle_rpc_exception_with_health(error, health) from error
+
+    async def answered(self) -> None:
+        """Until the program has said its first word."""
+        failure = ""
+        try:
+            self._early = await self.receive()
+        except ConnectionError as error:
+            failure = str(error)
+        if not self._early:
+            words = failure or self.said.decode(errors="replace").strip() or f"it ended with {self.code}"
+            raise errors.SandboxUnavailableError(
+                f"the program inside did not answer: {words}",
+                provider="e2b",
+                sandbox_id=self._sandbox.sandbox_id,
+                retryable=self.code is None,
+            )
 
     async def send(self, data: bytes) -> None:
         from e2b.envd.process import process_pb
         from protobuf import Oneof
 
-        selector = process_pb.ProcessSelector(selector=Oneof("pid", await self.started()))  # type: ignore[arg-type]
+        selector = process_pb.ProcessSelector(selector=Oneof("pid", self._pid))  # type: ignore[arg-type]
         for at in range(0, len(data), _PIECE_BYTES):
             piece = process_pb.ProcessInput(input=Oneof("stdin", data[at : at + _PIECE_BYTES]))  # type: ignore[arg-type]
             request = process_pb.SendInputRequest(process=selector, input=piece)
@@ -92,80 +103,62 @@ class EnvdChannel:
                 raise ConnectionError(f"input did not arrive: {error}") from error
 
     async def receive(self) -> bytes:
-        if self._over and self._chunks.empty():
-            if self.failure is not None:
-                raise ConnectionError(f"the stream broke: {self.failure}") from self.failure
-            return b""
-        return await self._chunks.get()
+        if self._early:
+            early, self._early = self._early, b""
+            return early
+        if self._reading is None or self._reading.done():
+            if self.code is not None or self._closed:
+                return b""
+            self._reading = asyncio.ensure_future(self._next())
+            track(self._reading)
+        reading = self._reading  # a task of its own, so that `close` can end it whoever waits
+        await asyncio.wait({reading}, timeout=_SILENT_SECONDS)
+        if not reading.done() or reading.cancelled():
+            raise ConnectionError("the stream was silent, or closed")
+        if (error := reading.exception()) is not None:
+            raise ConnectionError(f"the stream broke: {error}") from error
+        return reading.result()
+
+    async def _next(self) -> bytes:
+        async for event in self._events:
+            payload = event.event.event if event.event is not None else None
+            if payload is not None and payload.field == "end":
+                self.code = int(payload.value.exit_code)
+                return b""
+            if payload is not None and payload.field == "data" and payload.value.output is not None:
+                output = payload.value.output
+                if output.field == "stdout" and output.value:
+                    self._spoke = True
+                    return bytes(output.value)
+                self.said = output.value[-1000:]
+        raise EOFError("it ended before the process")
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._watch.cancel()
-            self._closing = self._loop.create_task(self._close())
+            self._closing = asyncio.ensure_future(self._close())
             track(self._closing)
 
     async def _close(self) -> None:
         """A program that was said goodbye leaves by itself. Any other is told that nobody listens any more."""
-        await asyncio.wait({self._pump}, timeout=_CLOSE_SECONDS)
-        self._pump.cancel()
-        await asyncio.wait({self._pump}, timeout=_CLOSE_SECONDS)
-        if self.code is None and self._speaking.done() and self._pid.done() and not self._pid.exception():
-            with contextlib.suppress(Exception):  # it may be gone, with its sandbox, or asleep
+        reading = self._reading or asyncio.ensure_future(self._next())
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                while self.code is None:
+                    await asyncio.shield(reading)
+                    reading = asyncio.ensure_future(self._next())
+        reading.cancel()
+        await asyncio.wait({reading})
+        _ = reading.cancelled() or reading.exception()  # nobody needs to hear of it
+        with contextlib.suppress(Exception):
+            await self._events.aclose()
+            if (
+                self.code is None and self._spoke and self._pid is not None
+            ):  # it may be gone, with its sandbox, or asleep
                 async with asyncio.timeout(_CLOSE_SECONDS * 10):
-                    await self._sandbox.commands.kill(self._pid.result())
+                    await self._sandbox.commands.kill(self._pid)
         _channels.discard(self)
-
-    async def _run(self) -> None:
-        try:
-            await self._follow()
-        except asyncio.CancelledError:
-            self._fail(ConnectionError("nothing was heard"))
-        except Exception as error:
-            self._fail(error)
-        finally:
-            self._fail(ConnectionError("it ended"), only_start=True)
-            self._watch.cancel()
-            self._over = True
-            if self._chunks.empty():
-                self._chunks.put_nowait(b"")  # whoever waits looks again
-            with contextlib.suppress(Exception):
-                await self._events.aclose()
-
-    async def _follow(self) -> None:
-        from e2b.envd.utils import extract_start_pid
-
-        self._pid.set_result(int(extract_start_pid(await anext(self._events), "start the program inside")))
-        async for event in self._events:
-            self._heard = self._loop.time()
-            payload = event.event.event if event.event is not None else None
-            if payload is None:
-                continue
-            if payload.field == "end":
-                self.code = int(payload.value.exit_code)
-                return
-            if payload.field == "data" and payload.value.output is not None:
-                output = payload.value.output
-                if output.field == "stdout":
-                    if not self._speaking.done():
-                        self._speaking.set_result(None)
-                    await self._chunks.put(output.value)
-                elif output.field == "stderr" and len(self.said) < _SAID_BYTES:
-                    self.said += output.value[:_SAID_BYTES]
-
-    def _fail(self, error: BaseException, *, only_start: bool = False) -> None:
-        if not self._pid.done():
-            self._pid.set_exception(error)
-            self._pid.exception()
-        if not only_start:
-            self.failure = error
-
-    def _listen(self) -> None:
-        silent = self._loop.time() - self._heard
-        if silent >= _SILENT_SECONDS:
-            self._pump.cancel()
-        else:
-            self._watch = self._loop.call_later(_SILENT_SECONDS - silent, self._listen)
+        self._gone.set_result(None)
 
 
 async def open_channel(
@@ -181,14 +174,20 @@ async def open_channel(
         line = program.serve_line(architecture, server.name)
         return await _start(sandbox.sdk, server, ["/bin/sh", "-c", line], first, user=user)
     directory = f"/tmp/.lowtide-{secrets.token_hex(8)}"  # noqa: S108 - made by root, with a name nobody knows
-    channel = None
     try:
-        await _alone(sandbox.sdk, program.place_line(architecture, directory), user=ROOT)
+        await _alone(sandbox.sdk, program.place_line(architecture, directory))
         words = [f"{directory}/inside", "serve", server.name]
-        channel = await _start(sandbox.sdk, server, words, first, user=user)
-        return channel
+        return await _start(sandbox.sdk, server, words, first, user=user)
     finally:
-        track(asyncio.ensure_future(_removed(sandbox.sdk, channel, directory)))
+        track(asyncio.ensure_future(_remove(sandbox.sdk, directory)))
+
+
+async def all_closed() -> None:
+    """Until the channels on this loop that were closed have come to their end."""
+    loop = asyncio.get_running_loop()
+    ending = {channel._gone for channel in _channels if channel._gone.get_loop() is loop}
+    if ending:
+        await asyncio.wait(ending, timeout=_CLOSE_SECONDS * 3)
 
 
 async def _start(
@@ -199,30 +198,15 @@ async def _start(
         environment[program.FIRST] = base64.b64encode(first).decode("ascii")
     channel = EnvdChannel(sandbox, _events(sandbox, words, environment, user=user))
     try:
-        await _understood(sandbox, channel.started())
+        await channel.start()
         if not environment:
             await channel.send(first)
-        if not await channel.spoke():
-            raise errors.SandboxUnavailableError(
-                "the program inside did not answer: "
-                + (channel.said.decode(errors="replace").strip() or str(channel.failure or "it ended")),
-                provider="e2b",
-                sandbox_id=sandbox.sandbox_id,
-                retryable=channel.code is None,
-            )
+        await channel.answered()
     except BaseException:
         channel.close()
         raise
     server.opened = True
     return channel
-
-
-async def all_closed() -> None:
-    """Until the channels on this loop that were closed have come to their end."""
-    loop = asyncio.get_running_loop()
-    ending = {channel._pump for channel in _channels if channel._loop is loop}
-    if ending:
-        await asyncio.wait(ending, timeout=_CLOSE_SECONDS * 2)
 
 
 def _events(
@@ -242,39 +226,25 @@ def _events(
     return as_stream(sandbox.process_rpc.start(request, headers=headers))
 
 
-async def _understood(sandbox: LazySandbox, starting: Any) -> Any:
-    """What a failed start means: envd's health tells a sandbox that is gone from a connection that broke."""
-    from e2b.envd.rpc import ahandle_rpc_exception_with_health
-
+async def _alone(sandbox: LazySandbox, line: str) -> None:
+    """Run a line of shell to its end, as root."""
+    channel = EnvdChannel(sandbox, _events(sandbox, ["/bin/sh", "-c", line], {}, user="root"))
     try:
-        return await starting
-    except Exception as error:
-        raise await ahandle_rpc_exception_with_health(error, sandbox.commands._check_health) from error
-
-
-async def _alone(sandbox: LazySandbox, line: str, *, user: str) -> None:
-    """Run a line of shell to its end."""
-    channel = EnvdChannel(sandbox, _events(sandbox, ["/bin/sh", "-c", line], {}, user=user))
-    try:
-        await _understood(sandbox, channel.started())
         async with asyncio.timeout(_ALONE_SECONDS):
+            await channel.start()
             while await channel.receive():
                 pass
     finally:
         channel.close()
     if channel.code != 0:
-        raise errors.SandboxUnavailableError(
-            f"a line of shell ended with {channel.code}: {channel.said.decode(errors='replace')}",
-            provider="e2b",
-            sandbox_id=sandbox.sandbox_id,
+        raise ConnectionError(
+            f"the program inside could not be placed: {channel.said.decode(errors='replace')}"
         )
 
 
-async def _removed(sandbox: LazySandbox, channel: EnvdChannel | None, directory: str) -> None:
-    """The place of a program that runs by then, or never will."""
-    if channel is not None:
-        await channel.spoke()
+async def _remove(sandbox: LazySandbox, directory: str) -> None:
+    """The place of a program that runs by now."""
     try:
-        await _alone(sandbox, f"exec rm -rf -- {directory}", user=ROOT)
+        await _alone(sandbox, f"exec rm -rf -- {directory}")
     except Exception as error:
         log.info("sandbox %s: %s was not removed: %s", sandbox.sandbox_id, directory, error)

@@ -197,14 +197,11 @@ class E2BProvider(Snapshots, Calls):
     # -- the program inside
 
     def _new_clients(self, user: str | None) -> Clients:
-        async def open_way(sandbox_id: str, first: bytes) -> EnvdChannel:
-            return await self._open_channel(sandbox_id, first, user)
-
         async def key(sandbox_id: str) -> bytes:
             server = self._servers[sandbox_id, user] = Server()
             return server.key
 
-        return Clients("e2b", open_way, key)
+        return Clients("e2b", lambda sandbox_id, first: self._open_channel(sandbox_id, first, user), key)
 
     async def _client(self, sandbox_id: str, user: str | None) -> Client:
         """For commands of a user who is not the sandbox's own; None: of its own."""
