@@ -182,3 +182,31 @@ def test_another_event_loop_gets_a_client_of_its_own() -> None:
 
     assert asyncio.run(once(last=False)) == b"here\n"
     assert asyncio.run(once(last=True)) == b"here\n"
+
+
+async def test_where_channels_are_few_the_one_that_is_idle_for_longest_lets_go() -> None:
+    places = {name: Inside() for name in "abc"}
+
+    async def key(sandbox_id: str) -> bytes:
+        return b"k" * 16
+
+    clients = Clients("test", lambda sandbox_id, first: places[sandbox_id].open(first), key, most=2)
+
+    async def echo(name: str) -> bytes:
+        client = await clients.get(name)
+        if client not in places[name].clients:
+            places[name].clients.append(client)
+        return (await run(client, "echo", name))[1]
+
+    try:
+        busy = await (await clients.get("a")).start(ProcessSpec(argv=("cat",), stdin=True))
+        for name in "bcbc":
+            assert await echo(name) == name.encode() + b"\n"
+        assert [len(places[name].channels) for name in "abc"] == [1, 2, 2]
+        await busy.close_stdin()
+        assert await busy.wait() == 0
+        assert await echo("a") == b"a\n"
+    finally:
+        clients.close()
+        for place in places.values():
+            await place.aclose()

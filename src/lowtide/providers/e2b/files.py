@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import posixpath
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from lowtide.providers import hosted
 from lowtide.providers.e2b.errors import SERVICE
@@ -48,7 +48,13 @@ async def _piece(chunks: AsyncIterator[bytes]) -> bytes:
 
 
 async def write(
-    box: LazySandbox, client: Client, path: str, source: hosted.Counted, *, user: str | None, mode: int | None
+    box: LazySandbox,
+    client: Callable[[], Awaitable[Client]],
+    path: str,
+    source: hosted.Counted,
+    *,
+    user: str | None,
+    mode: int | None,
 ) -> int:
     """Beside its place first, because envd writes in place; then the program inside puts it there in one step."""
     aside = posixpath.join(posixpath.dirname(path), f".lowtide-{secrets.token_hex(8)}.part")
@@ -56,7 +62,7 @@ async def write(
         with SERVICE.mapped(box.sandbox_id, path=path):
             sending = _send(box, aside, aiter(source), user)
             await source.watched(sending, IDLE_SECONDS, service=SERVICE, sandbox_id=box.sandbox_id)
-        await inside.replace_file(client, path, aside, mode=mode)
+        await inside.replace_file(await client(), path, aside, mode=mode)
     except BaseException:
         # Before anybody hears of the end, so that nothing of it is left by then.
         await asyncio.shield(asyncio.ensure_future(_removed(client, aside)))
@@ -84,7 +90,7 @@ async def _send(box: LazySandbox, path: str, chunks: AsyncIterator[bytes], user:
         raise error
 
 
-async def _removed(client: Client, path: str) -> None:
+async def _removed(client: Callable[[], Awaitable[Client]], path: str) -> None:
     with contextlib.suppress(Exception):  # the sandbox may be gone, which is why the transfer failed
         async with asyncio.timeout(_REMOVE_SECONDS):
-            await inside.remove(client, path, recursive=False)
+            await inside.remove(await client(), path, recursive=False)

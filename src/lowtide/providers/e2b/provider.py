@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import math
 import os
@@ -27,7 +28,7 @@ from lowtide.providers.base import (
     Url,
     nothing_sent,
 )
-from lowtide.providers.e2b import create, files, lookup
+from lowtide.providers.e2b import create, files, lookup, transport
 from lowtide.providers.e2b.access import Access
 from lowtide.providers.e2b.channel import EnvdChannel, Server, all_closed, open_channel
 from lowtide.providers.e2b.destroy import Destroy
@@ -41,6 +42,8 @@ from lowtide.providers.inside.calls import Calls
 
 _MOST = 2048
 """Sandboxes that are remembered; the oldest is asked about again when it is used."""
+_CHANNELS = 100
+"""Open at once, as far as they are idle: over HTTP/1.1 each is one of the 200 connections that the SDK allows itself."""
 _TRIES = 3
 """To open a channel whose stream breaks before the program has answered."""
 
@@ -99,21 +102,15 @@ class E2BProvider(Snapshots, Calls):
         self.end_calls()
         self._known.clear()
         self._fresh.clear()
-        from lowtide.providers.e2b import transport
-
         await all_closed()
         transport.leave(self)
 
     def _sdk(self) -> type[LazySandbox]:
         """The SDK's class, imported on first use."""
-        from lowtide.providers.e2b import transport
-
         transport.join(self)
-        if (
-            self._process_id != os.getpid()
-        ):  # the SDK's objects hold connections of the process before the fork
+        if self._process_id != os.getpid():
             self._process_id = os.getpid()
-            self._known.clear()
+            self._known.clear()  # the SDK's objects hold connections of the process before the fork
         return sandbox_class()
 
     # -- creating
@@ -201,7 +198,10 @@ class E2BProvider(Snapshots, Calls):
             server = self._servers[sandbox_id, user] = Server()
             return server.key
 
-        return Clients("e2b", lambda sandbox_id, first: self._open_channel(sandbox_id, first, user), key)
+        async def open_way(sandbox_id: str, first: bytes) -> EnvdChannel:
+            return await self._open_channel(sandbox_id, first, user)
+
+        return Clients("e2b", open_way, key, most=_CHANNELS)
 
     async def _client(self, sandbox_id: str, user: str | None) -> Client:
         """For commands of a user who is not the sandbox's own; None: of its own."""
@@ -238,7 +238,8 @@ class E2BProvider(Snapshots, Calls):
                     known = await self._sandbox(sandbox_id, anew=True)
                 except errors.SandboxUnavailableError as error:
                     # Said again to the same server, the same words do nothing twice.
-                    if attempt == _TRIES - 1 or not error.retryable:
+                    slow_down = isinstance(error, errors.RateLimitError)
+                    if slow_down or attempt == _TRIES - 1 or not error.retryable:
                         raise
             raise AssertionError
 
@@ -296,7 +297,7 @@ class E2BProvider(Snapshots, Calls):
         source = hosted.Counted(chunks)
         async with self._explaining(sandbox_id):
             known = await self._sandbox(sandbox_id)
-            client = await self._client(sandbox_id, None)
+            client = functools.partial(self.clients.get, sandbox_id)
             return await files.write(known.sdk, client, path, source, user=known.user, mode=mode)
 
     async def url(self, sandbox_id: str, port: int) -> Url:

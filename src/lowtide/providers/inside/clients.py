@@ -21,9 +21,11 @@ class Clients:
         *,
         text: bool = False,
         bound_seconds: float = BOUND_SECONDS,
+        most: int | None = None,
     ) -> None:
+        """`most`: where a service or its SDK bounds the connections. Then whoever is idle for longest lets go of his."""
         self._provider, self._open_channel, self._key, self._text = provider, open_channel, key, text
-        self._bound_seconds = bound_seconds
+        self._bound_seconds, self._most = bound_seconds, most
         self._clients: dict[str, Client] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -36,6 +38,7 @@ class Clients:
             key = await self._key(sandbox_id)
             client = self._clients.get(sandbox_id)  # somebody else may have asked meanwhile
             if client is None or not client.alive:
+                self._let_go()
                 client = self._clients[sandbox_id] = Client(
                     lambda first: self._open_channel(sandbox_id, first),
                     key=key,
@@ -44,7 +47,15 @@ class Clients:
                     text=self._text,
                     bound_seconds=self._bound_seconds,
                 )
+        if self._most is not None:
+            self._clients[sandbox_id] = self._clients.pop(sandbox_id)  # the last used comes last
         return client
+
+    def _let_go(self) -> None:
+        if self._most is not None and len(self._clients) >= self._most:
+            idle = next((key for key, client in self._clients.items() if client.idle), None)
+            if idle is not None:
+                self._clients.pop(idle).close()
 
     def forget(self, sandbox_id: str) -> None:
         """It is ending: its channel breaks with it, and tells its commands then. Without any, it is closed now."""
