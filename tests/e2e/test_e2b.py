@@ -411,6 +411,15 @@ def test_no_command_can_look_into_the_program_or_finds_its_key(make: Callable[..
     engine().run(later.aclose(), SECONDS)
 
 
+def test_a_sandbox_whose_disk_takes_nothing_can_still_be_entered(make: Callable[..., Sandbox]) -> None:
+    box = make(provider_options={"user": "root"})
+    box.exec(["chmod", "0555", "/tmp"]).result(SECONDS)
+    later = E2BProvider.connect(os.environ, {"template": "base"})
+    other = Sandbox.from_id(str(box.sandbox_id), provider=later).result(SECONDS)
+    assert other.exec(["echo", "in"]).result(SECONDS).stdout == "in\n"
+    engine().run(later.aclose(), SECONDS)
+
+
 def test_a_program_that_is_killed_is_an_error_and_the_next_command_runs(make: Callable[..., Sandbox]) -> None:
     box = make()
     running = box.exec(["sleep", "1000"])

@@ -33,7 +33,13 @@ _PIECE_BYTES = 1 << 20
 _FIRST_BYTES = 90_000
 """As much as fits into one variable (128 KiB) as base64."""
 
+_PLACES = ("/tmp", "/dev/shm")  # noqa: S108 - the second for when the disk is full
+
 _channels: set[EnvdChannel] = set()
+
+
+class _Failed(ConnectionError):
+    """A line of shell in the sandbox ended, and not well."""
 
 
 @dataclass(slots=True)
@@ -172,14 +178,24 @@ async def open_channel(
     untouched, sandbox.untouched = sandbox.untouched, False
     if untouched:
         line = program.serve_line(architecture, server.name)
-        return await _start(sandbox.sdk, server, ["/bin/sh", "-c", line], first, user=user)
-    directory = f"/tmp/.lowtide-{secrets.token_hex(8)}"  # noqa: S108 - made by root, with a name nobody knows
-    try:
-        await _alone(sandbox.sdk, program.place_line(architecture, directory))
-        words = [f"{directory}/inside", "serve", server.name]
-        return await _start(sandbox.sdk, server, words, first, user=user)
-    finally:
-        track(asyncio.ensure_future(_remove(sandbox.sdk, directory)))
+        try:
+            return await _start(sandbox.sdk, server, ["/bin/sh", "-c", line], first, user=user)
+        except errors.SandboxUnavailableError as error:
+            if error.retryable:
+                raise
+            log.info("sandbox %s: the short way in failed: %s", sandbox.sdk.sandbox_id, error)
+    for parent in _PLACES:
+        directory = f"{parent}/.lowtide-{secrets.token_hex(8)}"  # made by root, with a name nobody knows
+        try:
+            await _alone(sandbox.sdk, program.place_line(architecture, directory))
+            words = [f"{directory}/inside", "serve", server.name]
+            return await _start(sandbox.sdk, server, words, first, user=user)
+        except _Failed:
+            if parent == _PLACES[-1]:
+                raise
+        finally:
+            track(asyncio.ensure_future(_remove(sandbox.sdk, directory)))
+    raise AssertionError
 
 
 async def all_closed() -> None:
@@ -237,9 +253,7 @@ async def _alone(sandbox: LazySandbox, line: str) -> None:
     finally:
         channel.close()
     if channel.code != 0:
-        raise ConnectionError(
-            f"the program inside could not be placed: {channel.said.decode(errors='replace')}"
-        )
+        raise _Failed(f"the program inside has no place: {channel.said.decode(errors='replace').strip()}")
 
 
 async def _remove(sandbox: LazySandbox, directory: str) -> None:
