@@ -425,7 +425,7 @@ def test_a_program_that_is_killed_is_an_error_and_the_next_command_runs(make: Ca
     running = box.exec(["sleep", "1000"])
     wait = "until pgrep -x sleep >/dev/null; do sleep 0.05; done; "
     with pytest.raises(SandboxUnavailableError):
-        box.exec(["bash", "-c", wait + "pkill -9 -f 'serve [0-9a-f]{16} binary'; sleep 1000"]).result(SECONDS)
+        box.exec(["bash", "-c", wait + "pkill -9 -f 'serve [0-9a-f]{16}'; sleep 1000"]).result(SECONDS)
     with pytest.raises(SandboxUnavailableError):
         running.result(SECONDS)
     assert box.exec(["echo", "again"]).result(SECONDS).stdout == "again\n"
