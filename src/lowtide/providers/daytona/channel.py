@@ -139,27 +139,26 @@ async def ask_once(sandbox: AsyncSandbox, way: Way, first: bytes) -> Answer | No
     Sent again when its answer is lost: the program knows what it was told before by its place in the stream.
     None: the sandbox has another processor than most.
     """
-    text = _EXECUTED.format(
-        first=_FIRST, path=_PATH, enter=_enter(way), name=way.name, program=_packed("x86_64")
-    )
-    tries = 0
-    for delay in backoff(0.05, 1.0):
+    text = _EXECUTED.format(first=_FIRST, enter=_enter(way), name=way.name, program=_packed("x86_64"))
+    for tries, delay in enumerate(backoff(0.05, 1.0), 1):
         try:
             asking = sandbox.process.exec(text, env={_FIRST: first.decode("ascii")})
             answer = await SERVICE.call(_EXECUTE_SECONDS, asking, "the first command", sandbox.id)
             break
         except errors.LowtideError as error:
-            tries += 1
-            if not was_lost(error) or tries >= _TRIES:
+            if not was_lost(error) or tries == _TRIES:
                 raise
             await asyncio.sleep(delay)
-    said = (answer.result or "").encode()
-    if not said.startswith(b"~") and b"\n~" not in said:
-        if b"xec format error" in said:
-            return None
-        raise _not_started(said, sandbox.id)
-    way.reusable = True
-    return Answer(said)
+    said = answer.result or ""
+    if f"\n{said}".find("\n~") >= 0:
+        way.reusable = True
+        return Answer(said.encode())
+    if "xec format error" in said:
+        return None
+    raise errors.SandboxUnavailableError(
+        f"the program could not be started in the sandbox: {said[-400:].strip() or 'it ended'}",
+        retryable=False,
+    )
 
 
 async def open_terminal(connection: Connection, sandbox: AsyncSandbox, way: Way, first: bytes) -> Terminal:
@@ -174,12 +173,12 @@ async def open_terminal(connection: Connection, sandbox: AsyncSandbox, way: Way,
         max_msg_size=0,
     )
     channel = Terminal(socket)
-    script = _TYPED.format(begin=mark[:10], end=mark[10:], path=_PATH, enter=_enter(way), name=way.name)
+    script = _TYPED.format(begin=mark[:10], end=mark[10:], enter=_enter(way), name=way.name)
     try:
         # Typed text is echoed, so the mark is spelled in two halves; a history keeps no line that begins so.
         await channel.send(f" exec /bin/sh -c {shlex.quote(script)}\n".encode())
         await channel.until(mark.encode())
-        machine = (await channel.until(b";")).decode("ascii", "replace")
+        machine = (await channel.until(b";"))[:20].decode("ascii", "replace")
         packed, size = _packed(machine).encode(), len(program.program(machine))
         await channel.send(b"%d %d\n" % (len(packed), size) + packed + first)
     except BaseException as error:
@@ -191,9 +190,10 @@ async def open_terminal(connection: Connection, sandbox: AsyncSandbox, way: Way,
     return channel
 
 
-# The second text is on the program's standard input: what is to be said, to its end.
-_EXECUTED = """f=${first} p={path}
-unset {first}
+# The program's file is a new one, and the program removes it as soon as it runs. The second text is on its
+# standard input: what is to be said, to its end.
+_EXECUTED = """f=${first} p="${{TMPDIR:-/tmp}}/.lowtide-{name}-$$"
+unset {first};set -C
 {enter}base64 -d >"$p" <<'P' && chmod 700 "$p" && exec "$p" serve {name} text once own <<F
 {program}
 P
@@ -201,11 +201,11 @@ $f
 F
 """
 # A shell whose connection is lost before it has the program sees an end after ten seconds.
-_TYPED = """stty raw -echo min 0 time 100;printf '%s%s%s;' {begin} {end} "$(uname -m)";p={path};unset TERM
+_TYPED = """stty raw -echo min 0 time 100;printf '%s%s%s;' {begin} {end} "$(uname -m)"
+p="${{TMPDIR:-/tmp}}/.lowtide-{name}-$$";unset TERM;set -C
 {enter}read -r n m;dd bs="$n" count=1 iflag=fullblock 2>/dev/null|base64 -d >"$p" 2>/dev/null
 [ "$(wc -c <"$p")" -eq "$m" ]&&chmod 700 "$p"&&exec "$p" serve {name} text own
 rm -f "$p" """
-_PATH = '"${TMPDIR:-/tmp}/.lowtide-$$"'  # the program removes it as soon as it runs
 
 
 def _enter(way: Way) -> str:
@@ -218,13 +218,3 @@ def _enter(way: Way) -> str:
 @cache
 def _packed(architecture: str) -> str:
     return base64.b64encode(program.program(architecture, provider="daytona")).decode("ascii")
-
-
-def _not_started(said: bytes, sandbox_id: str) -> errors.SandboxUnavailableError:
-    words = said[-400:].decode("utf-8", "replace").strip()
-    return errors.SandboxUnavailableError(
-        f"the program could not be started in the sandbox: {words or 'it ended'}",
-        retryable=False,
-        provider="daytona",
-        sandbox_id=sandbox_id,
-    )

@@ -26,7 +26,13 @@ def parameters(
     from daytona import CreateSandboxFromImageParams, CreateSandboxFromSnapshotParams, Resources, VolumeMount
 
     options = hosted.options_of(spec, DaytonaOptions, "daytona")
-    image, snapshot = _start(spec, options)
+    image, snapshot = spec.image or options.image, spec.snapshot or options.snapshot
+    if image is not None and snapshot is not None:
+        raise errors.ValidationError(
+            "a sandbox starts from a snapshot or from an image", argument="image", provider="daytona"
+        )
+    # The dead-man's switch: a hard end, and an end by idleness where a server does not know the first.
+    lives = minutes(spec.lifetime_seconds or DEFAULT_LIFETIME)
     labels = hosted.labels_of(spec, options.labels, "daytona")
     if spec.working_dir is not None:
         labels[WORKING_DIR] = spec.working_dir
@@ -36,7 +42,9 @@ def parameters(
         "labels": labels,
         "env_vars": dict(spec.environment),
         "public": options.public,
-        **_lifetime(spec, options),
+        "ttl_minutes": lives,
+        "auto_stop_interval": lives if options.auto_stop_minutes is None else options.auto_stop_minutes,
+        "auto_delete_interval": options.auto_delete_minutes,
         **_network(spec),
     }
     chosen = {
@@ -74,27 +82,6 @@ def parameters(
 def minutes(seconds: float) -> int:
     """Daytona counts in minutes: never shorter than asked, and at least one."""
     return max(1, math.ceil(seconds / 60.0))
-
-
-def _start(spec: SandboxSpec, options: DaytonaOptions) -> tuple[str | None, str | None]:
-    image = spec.image or options.image
-    snapshot = spec.snapshot or options.snapshot
-    if image is not None and snapshot is not None:
-        raise errors.ValidationError(
-            "a sandbox starts from a snapshot or from an image", argument="image", provider="daytona"
-        )
-    return image, snapshot
-
-
-def _lifetime(spec: SandboxSpec, options: DaytonaOptions) -> dict[str, int]:
-    """The dead-man's switch: a hard end, and an end by idleness where a server does not know the first."""
-    lives = minutes(spec.lifetime_seconds or DEFAULT_LIFETIME)
-    stops = options.auto_stop_minutes if options.auto_stop_minutes is not None else lives
-    return {
-        "ttl_minutes": lives,
-        "auto_stop_interval": stops,
-        "auto_delete_interval": options.auto_delete_minutes,
-    }
 
 
 def _network(spec: SandboxSpec) -> dict[str, Any]:

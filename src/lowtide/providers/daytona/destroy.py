@@ -41,23 +41,12 @@ async def delete(sdk: AsyncDaytona, sandbox_id: str) -> bool:
 
     async def ask() -> End:
         asking = api.delete_sandbox_without_preload_content(sandbox_id, _request_timeout=CALL_SECONDS)
-        said = await _said(asking, "delete", sandbox_id)
-        if isinstance(said, str):
-            return {"destroyed": End.GONE, "destroying": End.ENDING}.get(said, End.ACCEPTED)
-        if said.status in (404, 410):
-            return End.MISSING
-        if said.status in (403, 409):
-            return End.REFUSED if said.status == 403 else End.BUSY
-        raise SERVICE.translated(said, sandbox_id) or said from said
+        told = {404: End.MISSING, 410: End.MISSING, 403: End.REFUSED, 409: End.BUSY}
+        return await _said(asking, "delete", sandbox_id, told, End.ACCEPTED)
 
     async def look() -> End:
         asking = api.get_sandbox_without_preload_content(sandbox_id, _request_timeout=CALL_SECONDS)
-        said = await _said(asking, "get", sandbox_id)
-        if isinstance(said, str):
-            return {"destroyed": End.GONE, "destroying": End.ENDING}.get(said, End.THERE)
-        if said.status in (404, 410):
-            return End.GONE
-        raise SERVICE.translated(said, sandbox_id) or said from said
+        return await _said(asking, "get", sandbox_id, {404: End.GONE, 410: End.GONE}, End.THERE)
 
     async def stop() -> End:
         """Not allowed to delete: at least it runs no longer, and the lease stays in the ledger."""
@@ -83,20 +72,20 @@ async def delete(sdk: AsyncDaytona, sandbox_id: str) -> bool:
     return await hosted.delete(ask, look, service=SERVICE, sandbox_id=sandbox_id, instead=stop)
 
 
-async def _said(asking: Any, what: str, sandbox_id: str) -> str | Refusal:
-    """Daytona's word for what the sandbox is now, or its refusal. Raises LowtideError when there is no answer."""
+async def _said(asking: Any, what: str, sandbox_id: str, told: Mapping[int, End], otherwise: End) -> End:
+    """What the answer means, by its status and by Daytona's word for the state. Raises LowtideError."""
 
-    async def answer() -> str | Refusal:
+    async def answer() -> End:
         response = await asking
         body = await response.read()
+        if response.status in told:
+            return told[response.status]
         try:
-            said = json.loads(body) if body else {}
-        except ValueError:
-            said = {}
-        if not isinstance(said, dict):
+            said = dict(json.loads(body or b"{}"))
+        except (ValueError, TypeError):
             said = {}
         if response.status >= 400:
-            return Refusal(response.status, str(said.get("message") or response.reason), response.headers)
-        return str(said.get("state") or "unknown")
+            raise Refusal(response.status, str(said.get("message") or response.reason), response.headers)
+        return {"destroyed": End.GONE, "destroying": End.ENDING}.get(str(said.get("state")), otherwise)
 
     return await SERVICE.call(CALL_SECONDS + 1.0, answer(), what, sandbox_id)

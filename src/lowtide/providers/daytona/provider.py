@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 CREATE_SECONDS = 60.0
 _LEASE = LABEL_PREFIX + "lease"
 _PREVIEW_HEADERS = {"X-Daytona-Skip-Preview-Warning": "true"}
-_KNOWN = 2048
 
 
 class DaytonaProvider(Calls):
@@ -78,7 +76,7 @@ class DaytonaProvider(Calls):
     def __init__(self, access: Access) -> None:
         self._access = access
         self._connection = Connection(access)
-        self._known: OrderedDict[str, AsyncSandbox] = OrderedDict()
+        self._known: dict[str, AsyncSandbox] = {}
         self._ways: dict[str, channel.Way] = {}
         self._terminals: set[channel.Terminal] = set()
         self._made: dict[str, SandboxInfo] = {}
@@ -122,7 +120,7 @@ class DaytonaProvider(Calls):
             # timeout=0: the SDK's own would be an alarm or a cancelled task; the bound is ours.
             made = await SERVICE.call(seconds, sdk.create(asked, timeout=0), "create")
             info = self._made[made.id] = lookup.info_of(made)
-            self._remember(made)
+            self._known[made.id] = made
             self._ways[made.id] = channel.Way(spec.working_dir, fresh=True)
             return info
 
@@ -299,14 +297,13 @@ class DaytonaProvider(Calls):
         except errors.UnsupportedError:
             raise
         except errors.LowtideError as error:
-            ambiguous = (errors.SandboxError, errors.ValidationError, errors.AuthenticationError)
             meant = await hosted.explained(
                 error,
                 lambda: self.get(sandbox_id),
                 service=SERVICE,
                 sandbox_id=sandbox_id,
                 wake="start",
-                ambiguous=ambiguous,
+                ambiguous=(errors.SandboxError, errors.ValidationError, errors.AuthenticationError),
             )
             if meant is error:
                 raise
@@ -321,12 +318,9 @@ class DaytonaProvider(Calls):
         if not hosted.is_word(sandbox_id):
             raise SERVICE.missing(sandbox_id)
         sdk = await self._connection.sdk()
-        return self._remember(await SERVICE.call(CALL_SECONDS, sdk.get(sandbox_id), "get", sandbox_id))
-
-    def _remember(self, box: AsyncSandbox) -> AsyncSandbox:
-        self._known[box.id] = box
-        while len(self._known) > _KNOWN:
-            self._known.popitem(last=False)
+        box = self._known[sandbox_id] = await SERVICE.call(
+            CALL_SECONDS, sdk.get(sandbox_id), "get", sandbox_id
+        )
         return box
 
     def _forget(self, sandbox_id: str) -> None:
