@@ -20,22 +20,15 @@ CALL_SECONDS = 30.0
 STATE_SECONDS = 300.0
 """How long a change of state (start, stop, pause, snapshot) may take."""
 _PAGE = 100
-_STATES = {
-    "started": SandboxState.RUNNING,
-    "resizing": SandboxState.RUNNING,
-    "snapshotting": SandboxState.RUNNING,
-    "forking": SandboxState.RUNNING,
-    "stopping": SandboxState.STOPPED,
-    "stopped": SandboxState.STOPPED,
-    "archiving": SandboxState.STOPPED,
-    "archived": SandboxState.STOPPED,
-    "pausing": SandboxState.PAUSED,
-    "paused": SandboxState.PAUSED,
-    "destroying": SandboxState.ENDING,
-    "destroyed": SandboxState.GONE,
-    "error": SandboxState.FAILED,
-    "build_failed": SandboxState.FAILED,
+_WORDS = {
+    SandboxState.RUNNING: ("started", "resizing", "snapshotting", "forking"),
+    SandboxState.STOPPED: ("stopping", "stopped", "archiving", "archived"),
+    SandboxState.PAUSED: ("pausing", "paused"),
+    SandboxState.ENDING: ("destroying",),
+    SandboxState.GONE: ("destroyed",),
+    SandboxState.FAILED: ("error", "build_failed"),
 }
+_STATES = {word: state for state, words in _WORDS.items() for word in words}
 
 
 def info_of(found: Any) -> SandboxInfo:

@@ -34,7 +34,7 @@ from lowtide.providers.inside import Channel, Clients, InsideProcess
 from lowtide.providers.inside.calls import Calls
 
 if TYPE_CHECKING:
-    from daytona import AsyncSandbox
+    from daytona import AsyncDaytona, AsyncSandbox
 
 CREATE_SECONDS = 60.0
 _LEASE = LABEL_PREFIX + "lease"
@@ -77,6 +77,7 @@ class DaytonaProvider(Calls):
         self._access = access
         self._connection = Connection(access)
         self._known: dict[str, AsyncSandbox] = {}
+        self._known_by: AsyncDaytona | None = None
         self._ways: dict[str, channel.Way] = {}
         self._terminals: set[channel.Terminal] = set()
         self._made: dict[str, SandboxInfo] = {}
@@ -113,7 +114,7 @@ class DaytonaProvider(Calls):
 
     async def create(self, spec: SandboxSpec) -> SandboxInfo:
         with nothing_sent():
-            sdk = await self._connection.sdk()
+            sdk = await self._sdk()
             asked = create.parameters(spec, self._access.snapshot)
 
         async def make(seconds: float) -> SandboxInfo:
@@ -312,16 +313,23 @@ class DaytonaProvider(Calls):
 
     async def _sandbox(self, sandbox_id: str) -> AsyncSandbox:
         """The SDK's object. SandboxNotFoundError when there is none."""
+        sdk = await self._sdk()
         known = self._known.get(sandbox_id)
         if known is not None:
             return known
         if not hosted.is_word(sandbox_id):
             raise SERVICE.missing(sandbox_id)
-        sdk = await self._connection.sdk()
         box = self._known[sandbox_id] = await SERVICE.call(
             CALL_SECONDS, sdk.get(sandbox_id), "get", sandbox_id
         )
         return box
+
+    async def _sdk(self) -> AsyncDaytona:
+        """Another event loop, as in a forked child, has another one, with sandboxes of its own."""
+        sdk = await self._connection.sdk()
+        if self._known_by is not sdk:
+            self._known_by, self._known = sdk, {}
+        return sdk
 
     def _forget(self, sandbox_id: str) -> None:
         for known in (self._known, self._ways, self._made):
