@@ -1,4 +1,4 @@
-"""The JavaScript SDKs of E2B and Daytona, unmodified, against the emulators, as docs/emulators.md shows it."""
+"""The JavaScript SDKs of E2B, Daytona and Modal, unmodified, against the emulators, as docs/emulators.md shows it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-PACKAGES = ("e2b@2", "@daytonaio/sdk@0.218")
+PACKAGES = ("e2b@2", "@daytonaio/sdk@0.218", "modal@0.11")
 E2B = """
 import { Sandbox } from 'e2b'
 const query = { query: { metadata: { from: 'javascript' } } }
@@ -46,6 +46,40 @@ for (let n = 0; n < 300 && page !== 'served\\n'; n++) {
 }
 await sandbox.delete()
 console.log(JSON.stringify({ result: done.result, code: done.exitCode, file, page }))
+"""
+MODAL = """
+import { ModalClient } from 'modal'
+const modal = new ModalClient()
+const app = await modal.apps.fromName('from-javascript', { createIfMissing: true })
+const image = modal.images.fromRegistry('python:3.11')
+const sandbox = await modal.sandboxes.create(app, image, { name: 'one', encryptedPorts: [8000], env: { A: 'b' } })
+const process = await sandbox.exec(['sh', '-c', 'echo $A; cat; echo err >&2; exit 3'])
+const input = process.stdin.getWriter()
+await input.write('given')
+await input.close()
+const stdout = await process.stdout.readText()
+const stderr = await process.stderr.readText()
+const code = await process.wait()
+await sandbox.filesystem.writeText('content', '/srv/deep/a.txt')
+const file = await sandbox.filesystem.readText('/srv/deep/a.txt')
+await sandbox.setTags({ from: 'javascript' })
+let listed = 0
+for await (const one of modal.sandboxes.list({ appId: app.appId, tags: { from: 'javascript' } })) listed++
+const same = (await modal.sandboxes.fromName('from-javascript', 'one')).sandboxId === sandbox.sandboxId
+await sandbox.exec(['python', '-m', 'http.server', '8000', '--directory', '/srv/deep'])
+const url = (await sandbox.tunnels())[8000].url
+let page = ''
+for (let n = 0; n < 300 && page !== 'content'; n++) {
+  page = await fetch(url + '/a.txt').then((answer) => answer.text()).catch(() => '')
+  if (page !== 'content') await new Promise((done) => setTimeout(done, 100))
+}
+const taken = await sandbox.snapshotFilesystem()
+const second = await modal.sandboxes.create(app, taken, { command: ['cat', '/srv/deep/a.txt'] })
+const kept = await second.stdout.readText()
+await sandbox.terminate()
+const ended = await sandbox.wait()
+console.log(JSON.stringify({ stdout, stderr, code, file, listed, same, page, kept, ended }))
+modal.close()
 """
 
 
@@ -93,6 +127,20 @@ def test_e2bs_javascript_sdk_runs_without_any_setting(packages: Path) -> None:
 def test_daytonas_typescript_sdk_runs_without_any_setting(packages: Path) -> None:
     wanted = {"result": "hello\n", "code": 3, "file": "content", "page": "served\n"}
     assert run(packages, "daytona", DAYTONA, "daytona") == wanted
+
+
+def test_modals_typescript_sdk_runs_without_any_setting(packages: Path) -> None:
+    assert run(packages, "modal", MODAL, "modal") == {
+        "stdout": "b\ngiven",
+        "stderr": "err\n",
+        "code": 3,
+        "file": "content",
+        "listed": 1,
+        "same": True,
+        "page": "content",
+        "kept": "content",
+        "ended": 137,
+    }
 
 
 def test_a_client_that_knows_nothing_of_the_emulator_does_not_get_out(packages: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import ipaddress
 import os
 import ssl
 import tempfile
@@ -50,23 +51,24 @@ class Authority:
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(self._key.public_key()), critical=False)
             .sign(self._key, hashes.SHA256())
         )
-        self._contexts: dict[str, ssl.SSLContext] = {}
+        self._contexts: dict[tuple[str, ...], ssl.SSLContext] = {}
         self.certificate_file = directory / "ca.pem"
         self.bundle_file = directory / "ca-bundle.pem"
         pem = self._certificate.public_bytes(serialization.Encoding.PEM)
         self.certificate_file.write_bytes(pem)
         self.bundle_file.write_bytes(pem + _system_roots())
 
-    def context(self, domain: str) -> ssl.SSLContext:
-        """A server context for `domain` and everything one label below it."""
-        if domain not in self._contexts:
-            self._contexts[domain] = self._make_context(domain)
-        return self._contexts[domain]
+    def context(self, domain: str, protocols: tuple[str, ...] = ("http/1.1",)) -> ssl.SSLContext:
+        """A server context for `domain` and everything one label below it, or for an address."""
+        key = (domain, *protocols)
+        if key not in self._contexts:
+            self._contexts[key] = self._make_context(domain, protocols)
+        return self._contexts[key]
 
-    def _make_context(self, domain: str) -> ssl.SSLContext:
+    def _make_context(self, domain: str, protocols: tuple[str, ...]) -> ssl.SSLContext:
         key = ec.generate_private_key(ec.SECP256R1())
         now = datetime.datetime.now(datetime.UTC)
-        names = x509.SubjectAlternativeName([x509.DNSName(domain), x509.DNSName(f"*.{domain}")])
+        names = x509.SubjectAlternativeName(_names(domain))
         leaf = (
             x509.CertificateBuilder()
             .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, domain)]))
@@ -85,7 +87,7 @@ class Authority:
         )
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.set_alpn_protocols(["http/1.1"])
+        context.set_alpn_protocols(list(protocols))
         # The standard library reads keys from files only; this one is gone before anyone can connect.
         handle, path = tempfile.mkstemp(dir=self._directory)
         try:
@@ -102,6 +104,13 @@ class Authority:
         finally:
             os.unlink(path)
         return context
+
+
+def _names(domain: str) -> list[x509.GeneralName]:
+    try:
+        return [x509.IPAddress(ipaddress.ip_address(domain))]
+    except ValueError:
+        return [x509.DNSName(domain), x509.DNSName(f"*.{domain}")]
 
 
 def _system_roots() -> bytes:

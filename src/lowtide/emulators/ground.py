@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from lowtide.emulators import registry
 from lowtide.emulators.backing import Backing
@@ -24,6 +24,9 @@ from lowtide.emulators.clock import Clock
 from lowtide.emulators.faults import Faults
 from lowtide.emulators.state import State
 from lowtide.errors import ValidationError
+
+if TYPE_CHECKING:
+    from lowtide.emulators.authority import Authority
 
 log = logging.getLogger("lowtide.emulators")
 
@@ -172,8 +175,14 @@ class Ground:
         return Address(host=host, port=bound)
 
     @property
+    def authority(self) -> Authority:
+        """Signs what the proxy shows, and what an emulator serves with TLS itself. There once it serves."""
+        found: Authority = self._gate.authority
+        return found
+
+    @property
     def certificate_bundle(self) -> str:
-        return str(self._gate.authority.bundle_file)
+        return str(self.authority.bundle_file)
 
     @property
     def proxy_url(self) -> str:

@@ -15,6 +15,7 @@ EMULATORS: dict[str, str] = {
     "daytona": "lowtide.emulators.daytona:DaytonaEmulator",
     "runloop": "lowtide.emulators.runloop:RunloopEmulator",
     "coreweave": "lowtide.emulators.coreweave:CoreWeaveEmulator",
+    "modal": "lowtide.emulators.modal:ModalEmulator",
 }
 
 

@@ -28,7 +28,7 @@ class _WithCommand(click.Command):
 @click.command(
     "emulate",
     cls=_WithCommand,
-    short_help="Serve providers' own protocols on this machine (e2b, daytona, runloop, coreweave).",
+    short_help="Serve providers' own protocols on this machine (e2b, daytona, runloop, coreweave, modal).",
 )
 @click.argument("names", nargs=-1, required=True)
 @click.option(
@@ -54,7 +54,7 @@ def command(
     log_calls: bool,
     as_json: bool,
 ) -> None:
-    """Serve providers' own protocols on this machine (e2b, daytona, runloop, coreweave).
+    """Serve providers' own protocols on this machine (e2b, daytona, runloop, coreweave, modal).
 
     Prints the environment under which the provider's own SDK, unmodified, finds them. With
     `-- COMMAND …` it runs COMMAND with that environment set and ends after it.
