@@ -93,6 +93,15 @@ def _daytona(home: Path, given: Namespace) -> list[dict[str, Any]]:
     )
 
 
+def _modal(home: Path, given: Namespace) -> list[dict[str, Any]]:
+    from benchmarks import hosted
+
+    crowd, ending = str(given.sandboxes // 2), str(given.sandboxes)
+    return hosted.measured(
+        "modal", "--samples", str(given.large_samples), "--crowd", crowd, "--ending", ending
+    )
+
+
 def _daytona_import(home: Path, given: Namespace) -> Comparison:
     from benchmarks import imports
 
@@ -139,5 +148,6 @@ SECTIONS: dict[str, dict[str, Measure]] = {
     },
     "E2B, on the emulator": {"e2b": _e2b},
     "Daytona, on the emulator": {"daytona": _daytona, "daytona-import": _daytona_import},
+    "Modal, on the emulator": {"modal": _modal},
 }
 NAMES = tuple(name for rows in SECTIONS.values() for name in rows)

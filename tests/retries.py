@@ -18,7 +18,9 @@ import pytest
 MOST = 3
 COUNT = "LOWTIDE_TEST_RETRIES"  # a file that has a line for each retry of the invocations before
 
-MAY_BE = re.compile(r"tests/(emulators/|e2e/|conformance/test_(docker|podman|kubernetes|e2b|daytona)\.py)")
+MAY_BE = re.compile(
+    r"tests/(emulators/|e2e/|conformance/test_(docker|podman|kubernetes|e2b|daytona|modal)\.py)"
+)
 NEVER = re.compile(
     r"isolation|escape|hostile|leak|left|leaves|behind|gone|crash|kill|lost|end(s|ed|ing)?(_|$)|destroy|stop|close"
     r"|cancel|keep|kept|lifetime|lifecycle|lease|orphan|adopt|sweep|guardian|secret",

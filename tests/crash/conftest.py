@@ -18,7 +18,7 @@ from tests.conftest import SEED
 from tests.crash.environments import Clock, Disk, small_disk
 from tests.crash.world import World
 
-EMULATED = ("e2b", "daytona")
+EMULATED = ("e2b", "daytona", "modal")
 CHOSEN = os.environ.get("LOWTIDE_CRASH_PROVIDERS")
 """Which providers the whole matrix runs on; unset: on two, and a few cases of it on every one there is."""
 

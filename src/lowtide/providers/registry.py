@@ -73,6 +73,14 @@ _BUILT_IN: dict[str, Entry] = {
         ("DAYTONA_",),
         ("daytona",),
     ),
+    "modal": Entry(
+        "lowtide.providers.modal",
+        "ModalProvider",
+        "modal",
+        "Modal's hosted sandboxes",
+        ("MODAL_", "LOWTIDE_MODAL_"),
+        ("modal",),
+    ),
 }
 
 _FOR_TESTS = {"faulty": Entry("lowtide.testing.faulty", "FaultyProvider", None, "misbehaves on demand")}

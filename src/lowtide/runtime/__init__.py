@@ -6,6 +6,7 @@ from lowtide.runtime.docker import DockerRuntime
 from lowtide.runtime.e2b import E2BRuntime
 from lowtide.runtime.kubernetes import KubernetesRuntime
 from lowtide.runtime.local import LocalRuntime
+from lowtide.runtime.modal import ModalRuntime
 
 __all__ = [
     "DaytonaRuntime",
@@ -13,6 +14,7 @@ __all__ = [
     "E2BRuntime",
     "KubernetesRuntime",
     "LocalRuntime",
+    "ModalRuntime",
     "Runtime",
     "RuntimeConfig",
 ]

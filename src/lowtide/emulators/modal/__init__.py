@@ -92,6 +92,8 @@ class ModalEmulator:
                 "state": "running" if box.backing_id is not None else "starting",
                 "tags": dict(box.tags),
                 "created_at": box.created_at,
+                "timeout_seconds": box.definition.timeout_secs,
+                "ports": [one.container_port for one in box.tunnels],
             }
             for box in self.boxes.table.values()
             if not box.is_over

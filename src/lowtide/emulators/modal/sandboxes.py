@@ -14,7 +14,7 @@ from lowtide.emulators.modal.executions import Execution
 from lowtide.emulators.modal.model import Box, Result
 from lowtide.emulators.modal.refusal import Refused, not_found
 from lowtide.errors import LowtideError
-from lowtide.providers.base import TerminalSize
+from lowtide.providers.base import Limits, TerminalSize
 
 if TYPE_CHECKING:
     from lowtide.emulators.ground import Ground
@@ -104,7 +104,7 @@ class Sandboxes:
         self.begin(self._probe(box))
 
     async def _make(self, box: Box) -> None:
-        access = box.definition.network_access
+        access, need = box.definition.network_access, box.definition.resources
         entries = [*access.allowed_cidrs, *access.allowed_domains]
         backing = self.ground.backing
         box.backing_id = await backing.create(
@@ -112,6 +112,9 @@ class Sandboxes:
             snapshot=box.image.snapshot,
             ports=tuple(one.port for one in box.definition.open_ports.ports),
             allow=allowed(entries),
+            limits=Limits(
+                cpu=need.milli_cpu_max / 1000 or None, memory_bytes=(need.memory_mb_max << 20) or None
+            ),
         )
         if self.workdir(box) != _HOME:
             code, printed = await backing.run(box.backing_id, ("mkdir", "-p", self.workdir(box)))

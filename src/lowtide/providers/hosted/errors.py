@@ -55,7 +55,9 @@ class Table:
         if isinstance(error, errors.LowtideError):
             return error
         text = str(error) or type(error).__name__
-        names, status = names_of(error), status_of(error)
+        # An SDK may warn whoever looks for a status (Modal's does): only a table that names one looks.
+        status = status_of(error) if any(fault.status is not None for fault in self.faults) else None
+        names = names_of(error)
         for fault in self.faults:
             if not fault.matches(names, status, text.lower(), path):
                 continue

@@ -1,0 +1,76 @@
+"""The way into a sandbox: an exec of the program inside that hands its streams to the main process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+from lowtide import errors
+from lowtide.providers.modal.create import PATH
+from lowtide.providers.modal.errors import SERVICE
+
+_OPEN_SECONDS = 60.0
+_CLOSING_SECONDS = 5.0
+_PIECE = 1 << 20
+
+# The sandbox may have started a moment ago: its main process is still bringing the program in.
+_ATTACH = (
+    "/bin/sh",
+    "-c",
+    'n=0;until "$0" attach 2>/dev/null;do n=$((n+1));[ $n -gt 400 ]&&exit 1;'
+    "if [ $n -gt 40 ];then sleep 0.05;else sleep 0.003;fi;done",
+    PATH,
+)
+
+
+class ExecChannel:
+    """Implements `inside.Channel`."""
+
+    def __init__(self, process: Any, sandbox_id: str) -> None:
+        self._process, self._sandbox_id = process, sandbox_id
+        self._output = process.stdout.__aiter__()
+        self._closing: asyncio.Task[None] | None = None
+
+    async def send(self, data: bytes) -> None:
+        with SERVICE.mapped(self._sandbox_id):
+            for at in range(0, len(data), _PIECE):
+                self._process.stdin.write(data[at : at + _PIECE])
+                await self._process.stdin.drain.aio()
+
+    async def receive(self) -> bytes:
+        try:
+            with SERVICE.mapped(self._sandbox_id):
+                while not (data := await anext(self._output)):
+                    pass
+        except StopAsyncIteration:
+            return b""
+        return bytes(data)
+
+    def close(self) -> None:
+        if self._closing is None:
+            with contextlib.suppress(RuntimeError):  # the loop is over
+                self._closing = asyncio.get_running_loop().create_task(self._close())
+
+    async def _close(self) -> None:
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(_CLOSING_SECONDS):
+                self._process.stdin.write_eof()
+                await self._process.stdin.drain.aio()
+
+
+async def open_channel(sandbox: Any, sandbox_id: str, first: bytes) -> ExecChannel:
+    process = await SERVICE.call(
+        _OPEN_SECONDS, sandbox.exec.aio(*_ATTACH, text=False), "open a channel", sandbox_id
+    )
+    channel = ExecChannel(process, sandbox_id)
+    try:
+        await channel.send(first)
+    except BaseException as error:
+        channel.close()
+        if isinstance(error, errors.LowtideError) or not isinstance(error, OSError):
+            raise
+        raise errors.SandboxUnavailableError(
+            f"the way into the sandbox broke: {error}", provider=SERVICE.provider, sandbox_id=sandbox_id
+        ) from error
+    return channel

@@ -1,0 +1,329 @@
+"""`ModalProvider`: the seam's primitives on Modal's sandboxes."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any, ClassVar, Self
+
+from lowtide.errors import LowtideError, RequestTimeoutError, SandboxNotFoundError, SandboxUnavailableError
+from lowtide.providers import hosted
+from lowtide.providers.base import (
+    Capability,
+    Labels,
+    ProcessSpec,
+    Recovery,
+    SandboxInfo,
+    SandboxSpec,
+    SandboxState,
+    Traits,
+    Url,
+    nothing_sent,
+)
+from lowtide.providers.hosted import End
+from lowtide.providers.inside import Clients, InsideProcess
+from lowtide.providers.inside.calls import Calls
+from lowtide.providers.modal import create, lookup
+from lowtide.providers.modal.access import Access, Connection
+from lowtide.providers.modal.channel import ExecChannel, open_channel
+from lowtide.providers.modal.errors import PROVIDER, SERVICE
+from lowtide.providers.modal.options import LONGEST_SECONDS, ModalOptions
+
+_CREATE_SECONDS = 120.0  # an image may have to be pulled
+_ASK_SECONDS = 30.0
+_LOOK_SECONDS = 1.0
+_RENEW_SECONDS = 15.0
+
+
+class ModalProvider(Calls):
+    """One sandbox each. Its name is the lease id; the program inside is its main process and keeps the lease."""
+
+    name: ClassVar[str] = PROVIDER
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(
+        {
+            Capability.IMAGE,
+            Capability.COMMAND,
+            Capability.STDIN,
+            Capability.TTY,
+            Capability.SIGNALS,
+            Capability.CPU_LIMIT,
+            Capability.MEMORY_LIMIT,
+            Capability.NETWORK_NONE,
+            Capability.NETWORK_FULL,
+            Capability.NETWORK_ALLOW,
+            Capability.PORTS,
+            Capability.LIFETIME,
+            Capability.RENEW,
+        }
+    )
+    traits: ClassVar[Traits] = Traits(
+        recovery=Recovery.BY_NAME, create_window_seconds=60.0, max_lifetime_seconds=float(LONGEST_SECONDS)
+    )
+    options_type: ClassVar[type | None] = ModalOptions
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._connection = Connection(access)
+        self._forget()
+        super().__init__(self._new_clients())
+
+    def _forget(self) -> None:
+        """Nothing of another event loop or process can be used."""
+        self._sandboxes: dict[str, Any] = {}
+        self._leases: dict[str, str] = {}
+        self._images: dict[Any, Any] = {}
+        self._made: dict[str, SandboxInfo] = {}
+
+    def _new_clients(self) -> Clients:
+        return Clients(PROVIDER, self._open_channel, self._key)
+
+    # -- connecting
+
+    @classmethod
+    def connect(cls, environ: Mapping[str, str], options: Mapping[str, Any] | None = None) -> Self:
+        return cls(Access.resolve(environ, options))
+
+    @property
+    def account(self) -> str:
+        return self._access.account
+
+    def credentials(self) -> dict[str, str]:
+        return self._access.credentials()
+
+    async def _sdk(self) -> tuple[Any, Any, Any]:
+        """The SDK, its client, and the app."""
+        if self._connection.fresh:
+            self._forget()
+            self.begin_calls(self._new_clients())
+        client, app = await self._connection.app()
+        import modal
+
+        return modal, client, app
+
+    async def aclose(self) -> None:
+        self.end_calls()
+        await self._connection.aclose()
+        self._forget()
+
+    # -- creating
+
+    async def create(self, spec: SandboxSpec) -> SandboxInfo:
+        with nothing_sent():
+            words, given = create.arguments(spec, self._access.key(spec.lease_id))
+            modal, client, app = await self._sdk()
+            image, known = create.image(modal, spec)
+            image = self._images.setdefault(known, image) if known is not None else image
+
+        async def make(seconds: float) -> SandboxInfo:
+            try:
+                work = modal.Sandbox.create.aio(*words, app=app, client=client, image=image, **given)
+                made = await SERVICE.call(seconds, work, "create")
+            except SandboxUnavailableError as error:
+                if not isinstance(error.__cause__, modal.exception.AlreadyExistsError):
+                    raise
+                found = await self.find(spec)  # an earlier one of the same lease
+                if found is None:
+                    raise
+                return found
+            self._keep(made, spec.lease_id)
+            found = self._made[made.object_id] = lookup.info(made.object_id, given["tags"], None)
+            return found
+
+        return await hosted.recovered(
+            make,
+            lambda: self.find(spec),
+            service=SERVICE,
+            lease_id=spec.lease_id,
+            seconds=_CREATE_SECONDS,
+            replay=True,
+        )
+
+    def _keep(self, sandbox: Any, lease_id: str | None) -> None:
+        self._sandboxes[sandbox.object_id] = sandbox
+        if lease_id is not None:
+            self._leases[sandbox.object_id] = lease_id
+
+    async def find(self, spec: SandboxSpec) -> SandboxInfo | None:
+        modal, client, _ = await self._sdk()
+        looking = modal.Sandbox.from_name.aio(
+            self._access.app, spec.lease_id, environment_name=self._access.environment, client=client
+        )
+        try:
+            sandbox = await SERVICE.call(_ASK_SECONDS, looking, "find")
+            tags = await SERVICE.call(_ASK_SECONDS, sandbox.get_tags.aio(), "tags", sandbox.object_id)
+        except SandboxNotFoundError:
+            return None
+        if tags.get("lowtide-ledger") != spec.labels.ledger_id:
+            return None
+        self._keep(sandbox, spec.lease_id)
+        return lookup.info(sandbox.object_id, tags, None)
+
+    # -- looking
+
+    async def _sandbox(self, sandbox_id: str) -> Any:
+        """The SDK's own object. Raises SandboxNotFoundError."""
+        modal, client, _ = await self._sdk()
+        known = self._sandboxes.get(sandbox_id)
+        if known is not None:
+            return known
+        if not hosted.is_word(sandbox_id) or not sandbox_id.startswith("sb-"):
+            raise SERVICE.missing(sandbox_id)
+        looking = modal.Sandbox.from_id.aio(sandbox_id, client=client)
+        return await SERVICE.call(_ASK_SECONDS, looking, "get", sandbox_id)
+
+    async def get(self, sandbox_id: str) -> SandboxInfo:
+        sandbox = await self._sandbox(sandbox_id)
+        known = sandbox_id in self._sandboxes
+        tags = await SERVICE.call(_ASK_SECONDS, sandbox.get_tags.aio(), "tags", sandbox_id)
+        labels = Labels.from_dict(tags)
+        if labels is None:
+            raise SERVICE.missing(sandbox_id)  # somebody else's
+        code = sandbox.returncode
+        if known:
+            code = await SERVICE.call(_ASK_SECONDS, sandbox.poll.aio(), "poll", sandbox_id)
+        self._keep(sandbox, labels.lease_id)
+        return lookup.info(sandbox_id, tags, code)
+
+    async def wait_ready(self, sandbox_id: str) -> SandboxInfo:
+        made = self._made.get(sandbox_id)
+        if made is not None and not self._connection.fresh:
+            return made  # whether it starts is known with its first command: Modal has no word for it before
+        return await hosted.until_ready(
+            lambda: self.get(sandbox_id), service=SERVICE, sandbox_id=sandbox_id, seconds=60.0
+        )
+
+    async def list(self, labels: Mapping[str, str]) -> AsyncIterator[SandboxInfo]:
+        modal, client, app = await self._sdk()
+        listed = modal.Sandbox.list.aio(app_id=app.app_id, tags=dict(labels) or None, client=client)
+
+        async def found() -> list[Any]:
+            return [one async for one in listed]
+
+        for sandbox in await SERVICE.call(_ASK_SECONDS, found(), "list"):
+            tags: Mapping[str, str] = labels
+            if not lookup.is_ours(labels):
+                try:
+                    tags = await SERVICE.call(_ASK_SECONDS, sandbox.get_tags.aio(), "tags", sandbox.object_id)
+                except SandboxNotFoundError:
+                    continue
+            if lookup.is_ours(tags):
+                yield lookup.info(sandbox.object_id, tags, None)
+
+    # -- ending
+
+    async def destroy(self, sandbox_id: str, *, grace_seconds: float = 0.0) -> bool:
+        made_here = sandbox_id in self._made and not self._connection.fresh
+        try:
+            if not made_here and (await self.get(sandbox_id)).state.terminal:
+                return False
+            sandbox = await self._sandbox(sandbox_id)
+        except SandboxNotFoundError:
+            return False
+        if grace_seconds > 0:
+            await self._ask_to_end(sandbox, sandbox_id, grace_seconds)
+        self.forget_calls(sandbox_id)
+
+        async def ask() -> End:
+            try:
+                await SERVICE.call(_ASK_SECONDS, sandbox.terminate.aio(), "terminate", sandbox_id)
+            except SandboxNotFoundError:
+                return End.MISSING
+            return End.ACCEPTED
+
+        async def look() -> End:
+            return await self._over(sandbox, sandbox_id)
+
+        ended = await hosted.delete(ask, look, service=SERVICE, sandbox_id=sandbox_id)
+        self._sandboxes.pop(sandbox_id, None)
+        self._leases.pop(sandbox_id, None)
+        self._made.pop(sandbox_id, None)
+        by_itself = grace_seconds <= 0 and sandbox.returncode not in (None, lookup.TERMINATED)
+        return ended and not by_itself
+
+    async def _over(self, sandbox: Any, sandbox_id: str) -> End:
+        """Modal answers as soon as it is over; not for long, lest a terminate that was lost is waited for."""
+        try:
+            wait = sandbox.wait.aio(raise_on_termination=False)
+            await SERVICE.within(_LOOK_SECONDS, wait, "wait", sandbox_id)
+        except RequestTimeoutError:
+            return End.THERE
+        except Exception as error:
+            if type(error).__name__ == "SandboxTimeoutError":  # it reached its own end
+                return End.GONE
+            found = SERVICE.translated(error, sandbox_id)
+            if isinstance(found, SandboxNotFoundError):
+                return End.GONE
+            raise (found or error) from error
+        return End.GONE
+
+    async def _ask_to_end(self, sandbox: Any, sandbox_id: str, grace_seconds: float) -> None:
+        """Modal's terminate has no grace: the program inside is told to end what it runs, and that is waited for."""
+        try:
+            async with asyncio.timeout(grace_seconds):
+                client = await self.clients.get(sandbox_id)
+                words = ("/bin/sh", "-c", 'read target; kill -s TERM -- "$target"')
+                telling = await client.start(ProcessSpec(argv=words, stdin=True))
+                # As process 1 it listens to nobody in there: then all the others are told.
+                target = -1 if client.pid == 1 else client.pid
+                await telling.write_stdin(f"{target}\n".encode())
+                while await self._over(sandbox, sandbox_id) is not End.GONE:
+                    pass
+        except (LowtideError, OSError):
+            pass  # it is terminated in any case
+
+    # -- the program inside
+
+    async def _open_channel(self, sandbox_id: str, first: bytes) -> ExecChannel:
+        sandbox = await self._sandbox(sandbox_id)
+        try:
+            return await open_channel(sandbox, sandbox_id, first)
+        except LowtideError as error:
+            raise await self._explained(sandbox_id, error) from error.__cause__
+
+    async def _key(self, sandbox_id: str) -> bytes:
+        if sandbox_id not in self._leases or self._connection.fresh:
+            info = await self.get(sandbox_id)
+            if info.state.terminal:
+                raise self._ended(sandbox_id, info)
+        return self._access.key(self._leases[sandbox_id])
+
+    async def _explained(self, sandbox_id: str, error: LowtideError) -> LowtideError:
+        """What a failure on the way in means: Modal knows whether the sandbox is over, and why."""
+        try:
+            info = await self.get(sandbox_id)
+        except LowtideError:
+            return error
+        return self._ended(sandbox_id, info) if info.state.terminal else error
+
+    def _ended(self, sandbox_id: str, info: SandboxInfo) -> LowtideError:
+        if info.state is SandboxState.FAILED and info.reason != "expired" and sandbox_id in self._made:
+            return SERVICE.failed(sandbox_id, info.reason or "error")
+        return SERVICE.gone(sandbox_id)
+
+    async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> InsideProcess:
+        client = await self.clients.get(sandbox_id)
+        return await client.start(spec)
+
+    # -- what Modal does beyond the primitives
+
+    async def renew(self, sandbox_id: str, lifetime_seconds: float) -> datetime | None:
+        """Modal's own end cannot be moved; the main process keeps a shorter one, as far as that allows."""
+        seconds = max(1, math.ceil(lifetime_seconds))
+        try:
+            async with asyncio.timeout(_RENEW_SECONDS):
+                granted = await (await self.clients.get(sandbox_id)).renew(seconds)
+        except TimeoutError as error:
+            raise RequestTimeoutError(
+                "the new lifetime was not confirmed", provider=PROVIDER, sandbox_id=sandbox_id
+            ) from error
+        return datetime.now(UTC) + timedelta(seconds=granted)
+
+    async def url(self, sandbox_id: str, port: int) -> Url:
+        sandbox = await self._sandbox(sandbox_id)
+        tunnels = await SERVICE.call(_ASK_SECONDS, sandbox.tunnels.aio(), "tunnels", sandbox_id)
+        if port in tunnels:
+            return Url(url=tunnels[port].url)
+        host, number = await self.forward(sandbox_id, port)
+        return Url(url=f"http://{host}:{number}")

@@ -1,0 +1,25 @@
+"""The conformance suite on Modal: the real SDK against the emulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from lowtide.testing import conformance as suite
+from tests.modal_emulator import needs_emulator, serving
+
+pytestmark = [*needs_emulator, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _emulator() -> Iterator[None]:
+    for _ in serving():
+        yield
+
+
+globals().update(
+    suite.tests(
+        suite.ProviderUnderTest(name="modal", parallel=12, timeout_seconds=4.0, max_lifetime_seconds=8.0)
+    )
+)
