@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -69,8 +69,14 @@ class Control:
     # ------------------------------------------------------------ create, look
 
     async def _create(self, request: web.Request) -> Devbox:
-        """Once for each request id: the SDK sends a create that was not answered again with the same one."""
+        """It goes on when the caller has left."""
         asked = await json_object(request)
+        making = asyncio.ensure_future(self._create_once(request, asked))
+        making.add_done_callback(lambda made: made.cancelled() or made.exception())
+        return await asyncio.shield(making)
+
+    async def _create_once(self, request: web.Request, asked: dict[str, Any]) -> Devbox:
+        """For each request id: the SDK sends a create that was not answered again with the same one."""
         metadata = asked.get("metadata")
         check_fields(asked, {"metadata": TEXTS, "name": TEXT})
         facts = {**(metadata or {}), "operation": "create", "name": asked.get("name") or ""}

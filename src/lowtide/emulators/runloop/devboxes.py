@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lowtide.emulators.runloop.account import Account
     from lowtide.emulators.runloop.blueprints import Blueprints
 
-HOME = "/home/user"
+HOMES = {"user": "/home/user", "root": "/root"}
 _REMEMBERED = 5000  # that are over
 
 
@@ -170,18 +170,19 @@ class Devboxes:
 
     async def start(self, devbox: Devbox, command: str, *, stdin: bool = False) -> ProcessHandle:
         """A command in a login shell of the devbox's user, in its home."""
+        home = HOMES[devbox.user]
         environment = {
-            "HOME": HOME,
-            "USER": "user",
-            "LOGNAME": "user",
+            "HOME": home,
+            "USER": devbox.user,
+            "LOGNAME": devbox.user,
             "SHELL": "/bin/bash",
             **devbox.environment,
         }
         return await self.ground.backing.start(
             devbox.backing,
             ("/bin/bash", "-lc", command),
-            user=_account(),
-            cwd=HOME,
+            user=_account(devbox),
+            cwd=home,
             environment=environment,
             stdin=stdin,
         )
@@ -189,7 +190,9 @@ class Devboxes:
     async def agent(self, devbox: Devbox) -> Agent:
         """The file agent of the devbox's user, started when it is first needed."""
         if devbox.agent is None or devbox.agent.ended:
-            devbox.agent = await Agent.start(self.ground.backing, devbox.backing, user=_account(), home=HOME)
+            devbox.agent = await Agent.start(
+                self.ground.backing, devbox.backing, user=_account(devbox), home=HOMES[devbox.user]
+            )
         return devbox.agent
 
     async def write(self, devbox: Devbox, path: str, data: bytes) -> None:
@@ -358,8 +361,8 @@ class Devboxes:
         await asyncio.gather(*(self._let_go(devbox) for devbox in self.table.values()))
 
 
-def _account() -> str | None:
-    return "user" if users_are_real() else None
+def _account(devbox: Devbox) -> str | None:
+    return "user" if devbox.user == "user" and users_are_real() else None
 
 
 async def _either(*waiting: Coroutine[Any, Any, Any]) -> None:

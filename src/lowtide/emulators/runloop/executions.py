@@ -15,6 +15,7 @@ from lowtide.providers.base import STDERR, STDOUT, ProcessHandle
 _IN_MEMORY = 1 << 20
 _LINES = 100
 _PIECE = 64 << 10
+_MOST_SHOWN = 8 << 20  # of one stream in one answer: lines may be long
 STREAMS = {"stdout": STDOUT, "stderr": STDERR}
 
 
@@ -54,12 +55,13 @@ class Printed:
 
     def tail(self, lines: int) -> tuple[str, bool]:
         """The last lines, and whether something stands before them."""
-        at, data = self.size, b""
-        while at > 0 and data.count(b"\n") <= lines:
+        at, pieces, ends = self.size, [], 0
+        while at > 0 and ends <= lines and self.size - at < _MOST_SHOWN:
             start = max(0, at - _PIECE)
-            data = self.read(start, at - start) + data
+            pieces.append(self.read(start, at - start))
+            ends += pieces[-1].count(b"\n")
             at = start
-        kept = data.splitlines(keepends=True)[-lines:] if lines else []
+        kept = b"".join(reversed(pieces)).splitlines(keepends=True)[-lines:] if lines else []
         text = b"".join(kept)
         return text.decode("utf-8", "replace"), len(text) < self.size
 

@@ -24,6 +24,7 @@ _HOLD_SECONDS = 25.0
 _SECONDS = seconds(60)
 _MOST_LINES = 1_000_000
 _MOST_FINISHED = 1000
+_LOGGED_LINES, _LOGGED_CHARACTERS = 1000, 4096
 
 
 class Inside:
@@ -92,9 +93,11 @@ class Inside:
         self.devboxes.log(devbox, "info", "exec", "Command started", **more)
         await execution.ended.wait()
         for name, stream in STREAMS.items():
-            text, _ = execution.printed[stream].tail(1000)
-            for line in text.splitlines():
-                self.devboxes.log(devbox, "info" if name == "stdout" else "error", name, line, **more)
+            text, _ = execution.printed[stream].tail(_LOGGED_LINES)
+            for line in text.splitlines()[-_LOGGED_LINES:]:
+                self.devboxes.log(
+                    devbox, "info" if name == "stdout" else "error", name, line[:_LOGGED_CHARACTERS], **more
+                )
         self.devboxes.log(devbox, "info", "exec", "Command finished", exit_code=execution.exit_code, **more)
 
     @staticmethod
@@ -180,6 +183,10 @@ class Inside:
             raise Refused(400, "signal must be EOF or INTERRUPT")
         execution = self._execution(request)
         await execution.send(asked.get("text"), asked.get("signal"))
+        facts = {"sandbox_id": execution.devbox_id, "operation": "send-std-in"}
+        if self.ground.faults.take(FaultName.EXEC_DROPPED, "runloop", facts):
+            drop(request)
+            raise asyncio.CancelledError
         told = {"devbox_id": execution.devbox_id, "execution_id": execution.execution_id, "success": True}
         return web.json_response(told)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from lowtide.emulators.fields import (
@@ -40,6 +41,8 @@ _LAUNCH = {
     "lifecycle": OBJECT,
     "user_parameters": OBJECT,
 }
+_USER = {"username": TEXT, "uid": whole(0, 2**31)}
+_USERS = ("user", "root")  # what the machine behind it has
 _IDLE = {"idle_time_seconds": whole(1, LONGEST_KEEP_ALIVE_SECONDS), "on_idle": TEXT}
 _SIZES = ("X_SMALL", "SMALL", "MEDIUM", "LARGE", "X_LARGE", "XX_LARGE", "CUSTOM_SIZE")
 
@@ -59,6 +62,12 @@ def launch_parameters(asked: dict[str, Any]) -> dict[str, Any]:
     check_fields(launch, _LAUNCH)
     if launch.get("resource_size_request") not in (None, *_SIZES):
         raise Refused(400, f"resource_size_request must be one of {', '.join(_SIZES)}")
+    if launch.get("architecture") not in (None, "x86_64", "arm64"):
+        raise Refused(400, "architecture must be x86_64 or arm64")
+    if user := launch.get("user_parameters"):
+        check_fields(user, _USER, required=("username", "uid"))
+        if user["username"] not in _USERS:
+            raise Refused(400, f"user_parameters.username: this emulator knows {' and '.join(_USERS)}")
     lifecycle = launch.get("lifecycle") or {}
     check_fields(lifecycle, {"after_idle": OBJECT, "resume_triggers": OBJECT, "lifecycle_hooks": OBJECT})
     for idle in (launch.get("after_idle"), lifecycle.get("after_idle")):
@@ -67,6 +76,8 @@ def launch_parameters(asked: dict[str, Any]) -> dict[str, Any]:
             if idle["on_idle"] not in ("shutdown", "suspend"):
                 raise Refused(400, "on_idle must be shutdown or suspend")
     launch.setdefault("keep_alive_time_seconds", DEFAULT_KEEP_ALIVE_SECONDS)
+    # Sandboxes of this machine have its architecture, whatever is asked for.
+    launch["architecture"] = "arm64" if os.uname().machine == "aarch64" else "x86_64"
     return launch
 
 

@@ -146,6 +146,10 @@ class Devbox:
         return lifecycle.get("after_idle") or self.launch.get("after_idle")
 
     @property
+    def user(self) -> str:
+        return str((self.launch.get("user_parameters") or {}).get("username") or "user")
+
+    @property
     def facts(self) -> dict[str, str]:
         return {**self.metadata, "sandbox_id": self.devbox_id, "name": self.name}
 
