@@ -81,6 +81,14 @@ _BUILT_IN: dict[str, Entry] = {
         ("MODAL_", "LOWTIDE_MODAL_"),
         ("modal",),
     ),
+    "runloop": Entry(
+        "lowtide.providers.runloop",
+        "RunloopProvider",
+        "runloop",
+        "Runloop's hosted devboxes",
+        ("RUNLOOP_",),
+        ("runloop_api_client",),
+    ),
 }
 
 _FOR_TESTS = {"faulty": Entry("lowtide.testing.faulty", "FaultyProvider", None, "misbehaves on demand")}

@@ -7,6 +7,7 @@ from lowtide.runtime.e2b import E2BRuntime
 from lowtide.runtime.kubernetes import KubernetesRuntime
 from lowtide.runtime.local import LocalRuntime
 from lowtide.runtime.modal import ModalRuntime
+from lowtide.runtime.runloop import RunloopRuntime
 
 __all__ = [
     "DaytonaRuntime",
@@ -15,6 +16,7 @@ __all__ = [
     "KubernetesRuntime",
     "LocalRuntime",
     "ModalRuntime",
+    "RunloopRuntime",
     "Runtime",
     "RuntimeConfig",
 ]

@@ -76,3 +76,11 @@ def _written(architecture: str, path: str) -> str:
     """Not packed: another process to unpack it costs more than 16 kB on the way, which need no more round trips."""
     text = base64.b64encode(program(architecture)).decode("ascii")
     return f"echo {text}|base64 -d >{path}&&chmod 111 {path}"
+
+
+def short_line(architecture: str, name: str) -> str:
+    """Bring it in and become the server `name`, in text, and leave no file: with two processes in place of five, and no
+    gzip, for who waits for it."""
+    text = base64.b64encode(program(architecture)).decode("ascii")
+    path = f'"${{TMPDIR:-/tmp}}/.lowtide-{name}"'
+    return f"p={path}; base64 -d >$p <<. && chmod 111 $p && exec $p serve {name} text own\n{text}\n.\n"

@@ -1,0 +1,78 @@
+"""Which Runloop account, and the SDK's client for it: from arguments, then the environment."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lowtide.errors import AuthenticationError
+from lowtide.providers import hosted
+
+if TYPE_CHECKING:
+    from runloop_api_client import AsyncRunloop
+
+PROVIDER = "runloop"
+KEY, BASE_URL, BLUEPRINT = "RUNLOOP_API_KEY", "RUNLOOP_BASE_URL", "LOWTIDE_RUNLOOP_BLUEPRINT"
+DEFAULT_URL = "https://api.runloop.ai"
+_HEADERS = "RUNLOOP_CUSTOM_HEADERS"
+_OPTIONS = {"api_key": KEY, "base_url": BASE_URL, "blueprint": BLUEPRINT}
+_CONNECT_SECONDS = 5.0
+_CALL_SECONDS = 60.0
+_CONNECTIONS = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """Where and who. The key is never shown."""
+
+    api_key: str = field(repr=False)
+    base_url: str = DEFAULT_URL
+    blueprint: str | None = None
+    way: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def resolve(cls, environ: Mapping[str, str], options: Mapping[str, Any] | None) -> Access:
+        """Raises ValidationError for an unknown option, AuthenticationError without a key."""
+        found = hosted.chosen(PROVIDER, _OPTIONS, options, environ)
+        if not found["api_key"]:
+            raise AuthenticationError(
+                f"Runloop needs an API key: set {KEY}, or use the emulator (lowtide emulate runloop)",
+                provider=PROVIDER,
+            )
+        if importlib.util.find_spec("runloop_api_client") is None:
+            raise hosted.missing_dependency(PROVIDER, "Runloop's SDK")
+        return cls(
+            api_key=found["api_key"],
+            base_url=(found["base_url"] or DEFAULT_URL).rstrip("/"),
+            blueprint=found["blueprint"],
+            way=hosted.way_of(environ, _HEADERS),
+        )
+
+    @property
+    def account(self) -> str:
+        return hosted.account(PROVIDER, self.base_url, self.api_key)
+
+    def credentials(self) -> dict[str, str]:
+        known = {KEY: self.api_key, BASE_URL: self.base_url, BLUEPRINT: self.blueprint, **self.way}
+        return {name: value for name, value in known.items() if value is not None}
+
+    def client(self) -> AsyncRunloop:
+        """A client of the running loop. It sends everything once: the SDK would send six times, for half a minute.
+
+        Its connections are its own and end with it. HTTP/1.1, because every sandbox in use holds one answer
+        open, and a connection of HTTP/2 carries about a hundred at most and lets all others wait.
+        """
+        import httpx
+        from runloop_api_client import AsyncRunloop, DefaultAioHttpClient
+
+        timeout = httpx.Timeout(_CALL_SECONDS, connect=_CONNECT_SECONDS)
+        limits = httpx.Limits(max_connections=_CONNECTIONS)
+        return AsyncRunloop(
+            bearer_token=self.api_key,
+            base_url=self.base_url,
+            max_retries=0,
+            timeout=timeout,
+            http_client=DefaultAioHttpClient(base_url=self.base_url, timeout=timeout, limits=limits),
+        )

@@ -1,0 +1,280 @@
+"""`RunloopProvider`: the seam's primitives on Runloop's devboxes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+from urllib.parse import urlsplit
+
+from lowtide import errors
+from lowtide.providers import hosted
+from lowtide.providers.base import (
+    LABEL_PREFIX,
+    Capability,
+    ProcessSpec,
+    Recovery,
+    SandboxInfo,
+    SandboxSpec,
+    SandboxState,
+    Traits,
+    Url,
+    nothing_sent,
+)
+from lowtide.providers.inside import Clients, InsideProcess
+from lowtide.providers.inside.calls import Calls
+from lowtide.providers.inside.program import new_key
+from lowtide.providers.runloop import create, destroy, lookup, snapshots
+from lowtide.providers.runloop.access import PROVIDER, Access
+from lowtide.providers.runloop.channel import Door, ExecutionChannel, open_channel
+from lowtide.providers.runloop.errors import SERVICE
+from lowtide.providers.runloop.options import RunloopOptions
+
+if TYPE_CHECKING:
+    from runloop_api_client import AsyncRunloop
+
+_READY_SECONDS = 600.0
+_GOODBYE_SECONDS = 2.0
+_LEASE = LABEL_PREFIX + "lease"
+_AMBIGUOUS = (
+    errors.SandboxGone,
+    errors.SandboxUnavailableError,
+    errors.SandboxNotFoundError,
+    errors.SandboxFailedError,
+    errors.ValidationError,
+)
+"""What the way in may say of a sandbox that has ended or sleeps."""
+
+
+class RunloopProvider(Calls):
+    """One devbox per sandbox. The sandbox id is Runloop's own; its name is the lease id."""
+
+    name: ClassVar[str] = PROVIDER
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(
+        {
+            Capability.STDIN,
+            Capability.TTY,
+            Capability.SIGNALS,
+            Capability.NETWORK_FULL,
+            Capability.PORTS,
+            Capability.SNAPSHOT,
+            Capability.PAUSE,
+            Capability.LIFETIME,
+            Capability.RENEW,
+        }
+    )
+    traits: ClassVar[Traits] = Traits(
+        # Not REPLAY, although every create has its key: that the service knows it again is not promised.
+        recovery=Recovery.BY_LABEL,
+        create_window_seconds=60.0,  # the request is given up after 45 s
+        max_lifetime_seconds=172_800.0,
+    )
+    options_type: ClassVar[type | None] = RunloopOptions
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._client: AsyncRunloop | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._keys: dict[str, bytes] = {}
+        self._doors: dict[str, Door] = {}
+        self._lifetimes: dict[str, float] = {}
+        self._ours: set[str] = set()
+        """Made by this process, and not known to have ended."""
+        self._channels: dict[str, set[ExecutionChannel]] = {}
+        super().__init__(self._new_clients())
+
+    # -- connecting
+
+    @classmethod
+    def connect(cls, environ: Mapping[str, str], options: Mapping[str, Any] | None = None) -> Self:
+        return cls(Access.resolve(environ, options))
+
+    @property
+    def account(self) -> str:
+        return self._access.account
+
+    def credentials(self) -> dict[str, str]:
+        return self._access.credentials()
+
+    def client(self) -> AsyncRunloop:
+        """One per event loop: a forked child or another loop gets its own."""
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:
+            self._client, self._loop = self._access.client(), loop
+            self._channels = {}
+            self.begin_calls(self._new_clients())
+        return self._client
+
+    def _new_clients(self) -> Clients:
+        return Clients(PROVIDER, self._open_channel, self._key, text=True)
+
+    async def aclose(self) -> None:
+        client, self._client = self._client, None
+        if client is None or self._loop is not asyncio.get_running_loop():
+            return
+        self.end_calls()
+        open_ones = [channel.closed.wait() for channels in self._channels.values() for channel in channels]
+        with contextlib.suppress(TimeoutError):  # each takes its leave, so that nothing of ours stays inside
+            async with asyncio.timeout(_GOODBYE_SECONDS):
+                await asyncio.gather(*open_ones)
+        self._channels.clear()
+        await client.close()
+
+    # -- creating
+
+    async def create(self, spec: SandboxSpec) -> SandboxInfo:
+        with nothing_sent():
+            asked = create.arguments(spec, self._access.blueprint)
+            client = self.client()
+
+        async def make(seconds: float) -> SandboxInfo:
+            view = await create.make(client, asked, seconds)
+            self._doors[view.id] = Door.of(view)
+            return lookup.info_of(view)
+
+        made = await hosted.recovered(
+            make,
+            lambda: self.find(spec),
+            service=SERVICE,
+            lease_id=spec.lease_id,
+            seconds=create.CREATE_SECONDS,
+        )
+        lives = float(asked["launch_parameters"]["keep_alive_time_seconds"])
+        self._ours.add(made.sandbox_id)
+        self._lifetimes[made.sandbox_id] = lives
+        return replace(made, expires_at=lookup.until(lives))
+
+    # -- looking
+
+    async def get(self, sandbox_id: str) -> SandboxInfo:
+        found = lookup.info_of(await lookup.view_of(self.client(), sandbox_id))
+        if found.state.terminal:
+            self._ours.discard(sandbox_id)
+        return found
+
+    async def find(self, spec: SandboxSpec) -> SandboxInfo | None:
+        async for info in self.list({_LEASE: spec.lease_id}):
+            return info
+        return None
+
+    async def list(self, labels: Mapping[str, str]) -> AsyncIterator[SandboxInfo]:
+        async for info in lookup.listed(self.client(), labels):
+            yield info
+
+    async def wait_ready(self, sandbox_id: str) -> SandboxInfo:
+        client = self.client()
+        return await hosted.until_ready(
+            lambda: lookup.settled(client, sandbox_id, ("running", "suspended")),
+            service=SERVICE,
+            sandbox_id=sandbox_id,
+            seconds=_READY_SECONDS,
+        )
+
+    # -- ending
+
+    async def destroy(self, sandbox_id: str, *, grace_seconds: float = 0.0) -> bool:
+        client = self.client()
+        self.forget_calls(sandbox_id)
+        ended = await destroy.destroy(client, sandbox_id, alive=sandbox_id in self._ours)
+        for channel in self._channels.pop(sandbox_id, ()):
+            channel.close(SERVICE.gone(sandbox_id))
+        for known in (self._keys, self._doors, self._lifetimes):
+            known.pop(sandbox_id, None)
+        self._ours.discard(sandbox_id)
+        return ended
+
+    async def renew(self, sandbox_id: str, lifetime_seconds: float) -> datetime | None:
+        """Runloop only starts the time of the create call again: the answer says until when that is."""
+        client = self.client()
+        lives = self._lifetimes.get(sandbox_id)
+        if lives is None:
+            lives = lookup.keep_alive_of(await lookup.view_of(client, sandbox_id))
+        try:
+            await lookup.asked(lambda: client.devboxes.keep_alive(sandbox_id), "keep alive", sandbox_id)
+        except errors.ValidationError as error:
+            if (await self.get(sandbox_id)).state.terminal:
+                raise SERVICE.missing(sandbox_id) from error
+            raise
+        if lives is None:
+            return None
+        self._lifetimes[sandbox_id] = lives
+        return lookup.until(lives)
+
+    # -- the program inside
+
+    async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> InsideProcess:
+        self.client()
+        return await (await self.clients.get(sandbox_id)).start(spec)
+
+    async def _key(self, sandbox_id: str) -> bytes:
+        """The server inside is this process's own and learns the key with its first words: nobody else needs it."""
+        return self._keys.setdefault(sandbox_id, new_key())
+
+    async def _open_channel(self, sandbox_id: str, first: bytes) -> ExecutionChannel:
+        def explain(error: errors.LowtideError) -> Awaitable[errors.LowtideError]:
+            return hosted.explained(
+                error,
+                lambda: self.get(sandbox_id),
+                service=SERVICE,
+                sandbox_id=sandbox_id,
+                ambiguous=_AMBIGUOUS,
+            )
+
+        channel = await open_channel(self.client(), sandbox_id, await self._door(sandbox_id), first, explain)
+        channels = self._channels.setdefault(sandbox_id, set())
+        channels.difference_update([one for one in channels if one.closed.is_set()])
+        channels.add(channel)
+        return channel
+
+    async def _door(self, sandbox_id: str) -> Door:
+        if sandbox_id not in self._doors:
+            self._doors[sandbox_id] = Door.of(await lookup.view_of(self.client(), sandbox_id))
+        return self._doors[sandbox_id]
+
+    # -- what Runloop does beyond the primitives
+
+    async def url(self, sandbox_id: str, port: int) -> Url:
+        client = self.client()
+        tunnel = (await lookup.view_of(client, sandbox_id)).tunnel
+        if tunnel is None:
+            work = client.devboxes.enable_tunnel(sandbox_id, **create.TUNNEL)
+            tunnel = await SERVICE.call(lookup.CALL_SECONDS, work, "a tunnel", sandbox_id)
+        headers = {}
+        if tunnel.auth_token:
+            headers["X-Runloop-Tunnel-Authorization"] = f"Bearer {tunnel.auth_token}"
+        host = urlsplit(self._access.base_url).hostname or ""
+        if host.startswith("api."):
+            domain = host.removeprefix("api.")
+            return Url(url=f"https://{port}-{tunnel.tunnel_key}.tunnel.{domain}", headers=headers)
+        # An emulator has one address: a header says which tunnel, and which port.
+        headers["X-Lowtide-Tunnel"] = f"{port}-{tunnel.tunnel_key}"
+        return Url(url=self._access.base_url, headers=headers)
+
+    async def pause(self, sandbox_id: str) -> None:
+        """Files stay; what runs, ends."""
+        await self._change(sandbox_id, SandboxState.PAUSED, "suspend", "suspended")
+
+    async def resume(self, sandbox_id: str) -> None:
+        await self._change(sandbox_id, SandboxState.RUNNING, "resume", "running")
+
+    async def _change(self, sandbox_id: str, wanted: SandboxState, verb: str, status: str) -> None:
+        client = self.client()
+        if (await self.get(sandbox_id)).state is not wanted:
+            work = getattr(client.devboxes, verb)(sandbox_id)
+            await SERVICE.call(lookup.CALL_SECONDS, work, verb, sandbox_id)
+        async with asyncio.timeout(_READY_SECONDS):
+            while (found := await lookup.settled(client, sandbox_id, (status,))).state is not wanted:
+                if found.state.terminal:
+                    raise SERVICE.gone(sandbox_id)
+
+    async def snapshot(self, sandbox_id: str, name: str) -> str:
+        return await snapshots.take(self.client(), sandbox_id, name)
+
+    async def delete_snapshot(self, snapshot_id: str) -> bool:
+        return await snapshots.delete(self.client(), snapshot_id)
+
+    async def list_snapshots(self) -> Sequence[str]:
+        return await snapshots.listed(self.client())
