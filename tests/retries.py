@@ -19,7 +19,7 @@ MOST = 3
 COUNT = "LOWTIDE_TEST_RETRIES"  # a file that has a line for each retry of the invocations before
 
 MAY_BE = re.compile(
-    r"tests/(emulators/|e2e/|conformance/test_(docker|podman|kubernetes|e2b|daytona|modal)\.py)"
+    r"tests/(emulators/|e2e/|conformance/test_(docker|podman|kubernetes|e2b|daytona|modal|runloop|coreweave)\.py)"
 )
 NEVER = re.compile(
     r"isolation|escape|hostile|leak|left|leaves|behind|gone|crash|kill|lost|end(s|ed|ing)?(_|$)|destroy|stop|close"

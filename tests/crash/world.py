@@ -30,7 +30,14 @@ PROMISED_SECONDS = 1.0
 """What docs/what-if-my-process-dies.md says of everything a guardian ends: about a second."""
 FACTOR = 3.0
 """How many times that a case may take. The machine's own stalls meanwhile are added; see `stalls`."""
-OWN_SECONDS = {"docker": 10.0, "e2b": 5.0, "kubernetes": 30.0, "daytona": 20.0, "modal": 5.0}
+OWN_SECONDS = {
+    "docker": 10.0,
+    "e2b": 5.0,
+    "kubernetes": 30.0,
+    "daytona": 20.0,
+    "modal": 5.0,
+    "runloop": 10.0,
+}
 """What a delete takes at the service itself, once it was asked: not of our making, and not fast."""
 WINDOW_SECONDS = "5"
 """The create window on providers whose own is a minute: against an engine or emulator of this machine that is plenty."""

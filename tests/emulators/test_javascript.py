@@ -1,4 +1,4 @@
-"""The JavaScript SDKs of E2B, Daytona and Modal, unmodified, against the emulators, as docs/emulators.md shows it."""
+"""The JavaScript SDKs of E2B, Daytona, Modal and Runloop, unmodified, against the emulators, as docs/emulators.md shows it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-PACKAGES = ("e2b@2", "@daytonaio/sdk@0.218", "modal@0.11")
+PACKAGES = ("e2b@2", "@daytonaio/sdk@0.218", "modal@0.11", "@runloop/api-client@1")
 E2B = """
 import { Sandbox } from 'e2b'
 const query = { query: { metadata: { from: 'javascript' } } }
@@ -81,6 +81,23 @@ const ended = await sandbox.wait()
 console.log(JSON.stringify({ stdout, stderr, code, file, listed, same, page, kept, ended }))
 modal.close()
 """
+RUNLOOP = """
+import { Runloop, RunloopSDK } from '@runloop/api-client'
+const client = new Runloop({ http2: false })
+const made = await client.devboxes.createAndAwaitRunning({ name: 'javascript', metadata: { from: 'javascript' } })
+const done = await client.devboxes.executeAndAwaitCompletion(made.id, { command: 'echo out; echo err >&2; exit 3' })
+await client.devboxes.writeFileContents(made.id, { file_path: 'a.txt', contents: 'content' })
+const file = await client.devboxes.readFileContents(made.id, { file_path: 'a.txt' })
+let listed = 0
+for await (const one of client.devboxes.list({ status: 'running' })) if (one.name === 'javascript') listed++
+const devbox = await new RunloopSDK({ http2: false }).devbox.create({ name: 'object' })
+const second = await devbox.cmd.exec('for i in 1 2 3; do echo $i; done')
+const chunks = await second.stdout()
+await devbox.shutdown()
+const ended = await client.devboxes.shutdown(made.id)
+const { stdout, stderr, exit_status } = done
+console.log(JSON.stringify({ stdout, stderr, exit_status, file, listed, chunks, ended: ended.status }))
+"""
 
 
 @pytest.fixture(scope="session")
@@ -140,6 +157,18 @@ def test_modals_typescript_sdk_runs_without_any_setting(packages: Path) -> None:
         "page": "content",
         "kept": "content",
         "ended": 137,
+    }
+
+
+def test_runloops_typescript_sdk_runs_over_http_1(packages: Path) -> None:
+    assert run(packages, "runloop", RUNLOOP, "runloop") == {
+        "stdout": "out\n",
+        "stderr": "err\n",
+        "exit_status": 3,
+        "file": "content",
+        "listed": 1,
+        "chunks": "1\n2\n3\n",
+        "ended": "shutdown",
     }
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, TypeVar
 
 from lowtide import errors
+from lowtide.backoff import backoff
 from lowtide.providers.hosted.errors import Fault, Table, retry_after
 
 T = TypeVar("T")
@@ -43,6 +45,27 @@ class Service:
         """The result of `work`, within `seconds`. Raises lowtide's errors, with the SDK's as the cause."""
         with self.mapped(sandbox_id, path=path):
             return await self.within(seconds, work, what, sandbox_id)
+
+    async def again(
+        self,
+        ask: Callable[[], Awaitable[T]],
+        what: str,
+        sandbox_id: str | None = None,
+        *,
+        seconds: float = 30.0,
+        patience: float = 2.0,
+    ) -> T:
+        """As `call`, for what may be asked any number of times: again after a lost answer, while `patience` lasts."""
+        deadline = time.monotonic() + patience
+        for delay in backoff(0.1, 1.0):
+            try:
+                return await self.call(seconds, ask(), what, sandbox_id)
+            except (errors.SandboxUnavailableError, errors.RequestTimeoutError) as error:
+                wait = max(delay, getattr(error, "retry_after_seconds", None) or 0.0)
+                if not error.retryable or time.monotonic() + wait > deadline:
+                    raise
+                await asyncio.sleep(wait)
+        raise AssertionError  # `backoff` has no end
 
     async def within(self, seconds: float, work: Awaitable[T], what: str, sandbox_id: str | None = None) -> T:
         """As `call`, but raises what the SDK raises."""

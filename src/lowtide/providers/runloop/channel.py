@@ -18,7 +18,7 @@ from lowtide.providers import hosted
 from lowtide.providers.base import LABEL_PREFIX
 from lowtide.providers.inside import program
 from lowtide.providers.runloop.errors import SERVICE
-from lowtide.providers.runloop.lookup import CALL_SECONDS, asked
+from lowtide.providers.runloop.lookup import CALL_SECONDS
 
 if TYPE_CHECKING:
     from runloop_api_client import AsyncRunloop
@@ -150,7 +150,7 @@ class ExecutionChannel:
     async def _left(self) -> bool:
         """Whether the execution is over. One that never got as far as the program says why."""
         executions = self._client.devboxes.executions
-        found = await asked(
+        found = await SERVICE.again(
             lambda: executions.retrieve(self._execution_id, devbox_id=self._sandbox_id),
             "the program inside",
             self._sandbox_id,

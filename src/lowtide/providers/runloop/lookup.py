@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from lowtide import errors
 from lowtide.providers import hosted
@@ -16,18 +14,11 @@ from lowtide.providers.runloop.errors import SERVICE
 if TYPE_CHECKING:
     from runloop_api_client import AsyncRunloop
 
-T = TypeVar("T")
-
 CALL_SECONDS = 30.0
 _HOLD_SECONDS = 20.0
-_PATIENCE_SECONDS = 2.0
+_LIST_SECONDS = 120.0
 _PAGE = 1000
 _STATES = {
-    "queued": SandboxState.PENDING,
-    "scheduled": SandboxState.PENDING,
-    "provisioning": SandboxState.PENDING,
-    "initializing": SandboxState.PENDING,
-    "resuming": SandboxState.PENDING,
     "running": SandboxState.RUNNING,
     "suspending": SandboxState.PAUSED,
     "suspended": SandboxState.PAUSED,
@@ -53,32 +44,11 @@ def info_of(view: Any) -> SandboxInfo:
     )
 
 
-def keep_alive_of(view: Any) -> float | None:
-    """How long it lives after a keep-alive; None where that is not what ends it."""
-    launch = view.launch_parameters
-    seconds = getattr(launch, "keep_alive_time_seconds", None)
-    return float(seconds) if seconds else None
-
-
-async def asked(call: Callable[[], Awaitable[T]], what: str, sandbox_id: str | None = None) -> T:
-    """The answer to what may be asked any number of times: again after a lost answer, for two seconds."""
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    for delay in hosted.backoff(0.1, 1.0):
-        try:
-            return await SERVICE.call(CALL_SECONDS, call(), what, sandbox_id)
-        except (errors.SandboxUnavailableError, errors.RequestTimeoutError) as error:
-            wait = max(delay, getattr(error, "retry_after_seconds", None) or 0.0)
-            if time.monotonic() + wait > deadline:
-                raise
-            await asyncio.sleep(wait)
-    raise AssertionError  # `backoff` has no end
-
-
 async def view_of(client: AsyncRunloop, sandbox_id: str) -> Any:
     """Raises SandboxNotFoundError. Never changes anything."""
     if not hosted.is_word(sandbox_id):
         raise SERVICE.missing(sandbox_id)
-    return await asked(lambda: client.devboxes.retrieve(sandbox_id), "get", sandbox_id)
+    return await SERVICE.again(lambda: client.devboxes.retrieve(sandbox_id), "get", sandbox_id)
 
 
 async def settled(client: AsyncRunloop, sandbox_id: str, statuses: tuple[str, ...]) -> SandboxInfo:
@@ -97,38 +67,28 @@ async def settled(client: AsyncRunloop, sandbox_id: str, statuses: tuple[str, ..
 async def listed(client: AsyncRunloop, labels: Mapping[str, str]) -> AsyncIterator[SandboxInfo]:
     """Every devbox of ours with these labels. Runloop has no filter for them: all pages are looked through here."""
     seen: set[str] = set()
+
+    async def found(status: str) -> list[SandboxInfo]:
+        pages = client.devboxes.list(status=status, limit=_PAGE)  # type: ignore[arg-type]
+        return [info_of(view) async for view in pages if _is_ours(view.metadata or {}, labels)]
+
     for status in _LISTED:
-        async for view in _pages(client, status):
-            matches = all((view.metadata or {}).get(key) == value for key, value in labels.items())
-            if view.id in seen or not matches or Labels.from_dict(view.metadata or {}) is None:
-                continue
-            seen.add(view.id)
-            yield info_of(view)
+        for tries in (2, 1, 0):
+            try:
+                infos = await SERVICE.again(lambda s=status: found(s), "list", seconds=_LIST_SECONDS)  # type: ignore[misc]
+                break
+            except errors.ValidationError:  # what a page was to begin after has another status now
+                if not tries:
+                    raise
+        for info in infos:
+            if info.sandbox_id not in seen:
+                seen.add(info.sandbox_id)
+                yield info
 
 
-async def _pages(client: AsyncRunloop, status: str) -> AsyncIterator[Any]:
-    after: str | None = None
-    restarts = 0
-    while True:
-        query: dict[str, Any] = {"status": status, "limit": _PAGE}
-        if after is not None:
-            query["starting_after"] = after
-        try:
-            page = await asked(lambda query=query: _page(client, query), "list")  # type: ignore[misc]
-        except errors.ValidationError:
-            if after is None or restarts == 3:
-                raise
-            after, restarts = None, restarts + 1  # what the page began after has another status now
-            continue
-        for view in page.devboxes:
-            yield view
-        if not page.has_more or not page.devboxes:
-            return
-        after = page.devboxes[-1].id
-
-
-async def _page(client: AsyncRunloop, query: dict[str, Any]) -> Any:
-    return await client.devboxes.list(**query)
+def _is_ours(metadata: Mapping[str, str], labels: Mapping[str, str]) -> bool:
+    matches = all(metadata.get(key) == value for key, value in labels.items())
+    return matches and Labels.from_dict(metadata) is not None
 
 
 def until(seconds: float) -> datetime:

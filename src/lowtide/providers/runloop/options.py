@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lowtide.errors import ValidationError
@@ -37,23 +37,16 @@ class RunloopOptions:
     """More metadata beside lowtide's own, whose names begin with ``lowtide-``."""
 
     def __post_init__(self) -> None:
-        commands = self.launch_commands
-        if isinstance(commands, str) or not isinstance(commands, Sequence):
-            raise _wrong("launch_commands", "a list of strings", commands)
-        if not all(isinstance(command, str) and command for command in commands):
-            raise _wrong("launch_commands", "a list of strings", commands)
+        commands, seconds = self.launch_commands, self.keep_alive_seconds
+        texts = not isinstance(commands, str) and all(isinstance(one, str) and one for one in commands)
+        _check("launch_commands", texts, "a list of commands")
         object.__setattr__(self, "launch_commands", tuple(commands))
-        if self.size is not None and self.size not in SIZES:
-            raise _wrong("size", f"one of {', '.join(SIZES)}", self.size)
-        seconds = self.keep_alive_seconds
-        if seconds is not None and not (type(seconds) is int and 1 <= seconds <= LONGEST_SECONDS):
-            raise _wrong("keep_alive_seconds", f"a whole number from 1 to {LONGEST_SECONDS}", seconds)
-        if self.architecture not in (None, "x86_64", "arm64"):
-            raise _wrong("architecture", "x86_64 or arm64", self.architecture)
-        if self.blueprint is not None and self.blueprint_id is not None:
-            raise _wrong("blueprint_id", "given without a blueprint", self.blueprint_id)
-        if self.user is not None and user_parameters(self.user) is None:
-            raise _wrong("user", "root, or a name with its number (agent:1001)", self.user)
+        _check("size", self.size in (None, *SIZES), f"one of {', '.join(SIZES)}")
+        whole = seconds is None or (type(seconds) is int and 1 <= seconds <= LONGEST_SECONDS)
+        _check("keep_alive_seconds", whole, f"a whole number up to {LONGEST_SECONDS}")
+        _check("architecture", self.architecture in (None, "x86_64", "arm64"), "x86_64 or arm64")
+        _check("blueprint_id", not (self.blueprint and self.blueprint_id), "given in place of blueprint")
+        _check("user", self.user is None or user_parameters(self.user) is not None, "root, or NAME:NUMBER")
 
 
 def user_parameters(user: str) -> dict[str, str | int] | None:
@@ -66,5 +59,6 @@ def user_parameters(user: str) -> dict[str, str | int] | None:
     return {"username": name, "uid": int(number)}
 
 
-def _wrong(argument: str, what: str, value: object) -> ValidationError:
-    return ValidationError(f"{argument} is {what}, not {value!r}", argument=argument, provider="runloop")
+def _check(argument: str, fine: bool, what: str) -> None:
+    if not fine:
+        raise ValidationError(f"{argument} is {what}", argument=argument, provider="runloop")

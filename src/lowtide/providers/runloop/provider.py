@@ -54,17 +54,10 @@ class RunloopProvider(Calls):
 
     name: ClassVar[str] = PROVIDER
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.STDIN,
-            Capability.TTY,
-            Capability.SIGNALS,
-            Capability.NETWORK_FULL,
-            Capability.PORTS,
-            Capability.SNAPSHOT,
-            Capability.PAUSE,
-            Capability.LIFETIME,
-            Capability.RENEW,
-        }
+        map(
+            Capability,
+            ("stdin", "tty", "signals", "network-full", "ports", "snapshot", "pause", "lifetime", "renew"),
+        )
     )
     traits: ClassVar[Traits] = Traits(
         # Not REPLAY, although every create has its key: that the service knows it again is not promised.
@@ -191,17 +184,16 @@ class RunloopProvider(Calls):
         client = self.client()
         lives = self._lifetimes.get(sandbox_id)
         if lives is None:
-            lives = lookup.keep_alive_of(await lookup.view_of(client, sandbox_id))
+            launch = (await lookup.view_of(client, sandbox_id)).launch_parameters
+            lives = float(getattr(launch, "keep_alive_time_seconds", None) or 0.0)
         try:
-            await lookup.asked(lambda: client.devboxes.keep_alive(sandbox_id), "keep alive", sandbox_id)
+            await SERVICE.again(lambda: client.devboxes.keep_alive(sandbox_id), "keep alive", sandbox_id)
         except errors.ValidationError as error:
             if (await self.get(sandbox_id)).state.terminal:
                 raise SERVICE.missing(sandbox_id) from error
             raise
-        if lives is None:
-            return None
         self._lifetimes[sandbox_id] = lives
-        return lookup.until(lives)
+        return lookup.until(lives) if lives else None
 
     # -- the program inside
 

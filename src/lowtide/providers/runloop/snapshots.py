@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from typing import TYPE_CHECKING
 
 from lowtide import errors
 from lowtide.providers import hosted
 from lowtide.providers.runloop.errors import SERVICE
-from lowtide.providers.runloop.lookup import CALL_SECONDS, asked
+from lowtide.providers.runloop.lookup import CALL_SECONDS
 
 if TYPE_CHECKING:
     from runloop_api_client import AsyncRunloop
@@ -21,10 +20,19 @@ _DELETE_SECONDS = 5.0
 
 async def take(client: AsyncRunloop, sandbox_id: str, name: str) -> str:
     """The id of a whole snapshot. One that is not whole within ten minutes, or given up meanwhile, is deleted."""
-    work = client.devboxes.snapshot_disk_async(sandbox_id, name=name, metadata={"lowtide-snapshot": name})
+    snapshots = client.devboxes.disk_snapshots
+    work = client.devboxes.snapshot_disk_async(sandbox_id, name=name)
     made = await SERVICE.call(CALL_SECONDS, work, "snapshot", sandbox_id)
     try:
-        await _whole(client, made.id, sandbox_id)
+        async with asyncio.timeout(SNAPSHOT_SECONDS):
+            for delay in hosted.backoff(0.02, 2.0, factor=1.5):
+                found = await SERVICE.again(lambda: snapshots.query_status(made.id), "snapshot", sandbox_id)
+                if found.status != "in_progress":
+                    break
+                await asyncio.sleep(delay)
+        if found.status != "complete":
+            words = f"the snapshot could not be taken: {found.error_message or found.status}"
+            raise errors.SandboxError(words, provider=SERVICE.provider, sandbox_id=sandbox_id)
     except BaseException:
         with contextlib.suppress(errors.LowtideError, TimeoutError):
             async with asyncio.timeout(_DELETE_SECONDS):
@@ -33,32 +41,15 @@ async def take(client: AsyncRunloop, sandbox_id: str, name: str) -> str:
     return str(made.id)
 
 
-async def _whole(client: AsyncRunloop, snapshot_id: str, sandbox_id: str) -> None:
-    deadline = time.monotonic() + SNAPSHOT_SECONDS
-    for delay in hosted.backoff(0.02, 2.0, factor=1.5):
-        found = await asked(
-            lambda: client.devboxes.disk_snapshots.query_status(snapshot_id), "snapshot", sandbox_id
-        )
-        if found.status == "complete":
-            return
-        if found.status != "in_progress" or time.monotonic() > deadline:
-            raise errors.SandboxError(
-                f"the snapshot could not be taken: {found.error_message or found.status}",
-                provider=SERVICE.provider,
-                sandbox_id=sandbox_id,
-            )
-        await asyncio.sleep(delay)
-
-
 async def delete(client: AsyncRunloop, snapshot_id: str) -> bool:
     """False: there was none. What is deleted stays known to Runloop, as deleted."""
-    if not hosted.is_word(snapshot_id):
-        return False
     snapshots = client.devboxes.disk_snapshots
     try:
-        if (await asked(lambda: snapshots.query_status(snapshot_id), "snapshot")).status == "deleted":
+        if not hosted.is_word(snapshot_id):
             return False
-        await asked(lambda: snapshots.delete(snapshot_id), "delete a snapshot")
+        if (await SERVICE.again(lambda: snapshots.query_status(snapshot_id), "snapshot")).status == "deleted":
+            return False
+        await SERVICE.again(lambda: snapshots.delete(snapshot_id), "delete a snapshot")
     except (errors.SandboxFailedError, errors.SandboxNotFoundError):
         return False
     return True
@@ -68,4 +59,4 @@ async def listed(client: AsyncRunloop) -> list[str]:
     async def all_of_them() -> list[str]:
         return [str(one.id) async for one in client.devboxes.disk_snapshots.list(limit=1000)]
 
-    return await asked(all_of_them, "list snapshots")
+    return await SERVICE.again(all_of_them, "list snapshots")
