@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks.measure import Skipped
 
 ROOT = Path(__file__).parent.parent
+_SDKS = {"runloop": "runloop_api_client"}
 
 
 def measured(provider: str, *options: str) -> list[dict[str, Any]]:
@@ -20,7 +21,7 @@ def measured(provider: str, *options: str) -> list[dict[str, Any]]:
     module = f"benchmarks.{provider}"
     if importlib.util.find_spec(module) is None:
         raise Skipped(f"there is no {module}")
-    if importlib.util.find_spec(provider) is None:
+    if importlib.util.find_spec(_SDKS.get(provider, provider)) is None:
         raise Skipped(f"lowtide[{provider}] is not installed")
     with tempfile.NamedTemporaryFile("r", suffix=".json") as report:
         argv = [sys.executable, "-m", module, "--json", report.name, *options]

@@ -102,6 +102,15 @@ def _modal(home: Path, given: Namespace) -> list[dict[str, Any]]:
     )
 
 
+def _runloop(home: Path, given: Namespace) -> list[dict[str, Any]]:
+    from benchmarks import hosted
+
+    crowd, ending = str(min(100, given.sandboxes)), str(given.sandboxes)
+    return hosted.measured(
+        "runloop", "--samples", str(given.large_samples), "--crowd", crowd, "--ending", ending
+    )
+
+
 def _daytona_import(home: Path, given: Namespace) -> Comparison:
     from benchmarks import imports
 
@@ -149,5 +158,6 @@ SECTIONS: dict[str, dict[str, Measure]] = {
     "E2B, on the emulator": {"e2b": _e2b},
     "Daytona, on the emulator": {"daytona": _daytona, "daytona-import": _daytona_import},
     "Modal, on the emulator": {"modal": _modal},
+    "Runloop, on the emulator": {"runloop": _runloop},
 }
 NAMES = tuple(name for rows in SECTIONS.values() for name in rows)

@@ -27,6 +27,25 @@ def test_a_wrong_option_is_named_and_its_value_is_not_shown(options: dict[str, o
     assert "blue" not in str(caught.value)
 
 
+async def test_what_may_be_asked_twice_is_asked_again_while_patience_lasts() -> None:
+    service = hosted.Service(
+        "service", "Service", [hosted.Fault(errors.SandboxUnavailableError, of="builtins.OSError")]
+    )
+    tries: list[int] = []
+
+    async def ask() -> str:
+        tries.append(1)
+        if len(tries) < 3:
+            raise OSError("dropped")
+        return "answer"
+
+    assert await service.again(ask, "ask", patience=60.0) == "answer"
+    tries.clear()
+    with pytest.raises(errors.SandboxUnavailableError):
+        await service.again(ask, "ask", patience=0.0)
+    assert len(tries) == 1
+
+
 def test_an_account_is_the_same_for_the_same_key_and_does_not_show_it() -> None:
     one = hosted.account("service", "https://a", "key-123")
     assert one == hosted.account("service", "https://a", "key-123")

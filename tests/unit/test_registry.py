@@ -21,7 +21,7 @@ def test_the_default_is_the_variable_then_the_platforms(monkeypatch: pytest.Monk
 
 def test_known_providers_have_a_summary_and_an_install_hint() -> None:
     known = registry.known()
-    assert {"local", "docker", "kubernetes", "e2b", "daytona"} <= known.keys()
+    assert {"local", "docker", "kubernetes", "e2b", "daytona", "runloop"} <= known.keys()
     assert known["local"].install is None
     assert known["e2b"].install == 'pip install "lowtide[e2b]"'
     assert all(entry.summary for entry in known.values())

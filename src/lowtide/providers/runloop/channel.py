@@ -157,12 +157,7 @@ class ExecutionChannel:
         )
         if found.status == "completed" and found.exit_status and not self._taken:
             words = (found.stderr or found.stdout or f"exit code {found.exit_status}").strip()[-400:]
-            raise errors.SandboxUnavailableError(
-                f"lowtide's program could not be started in the sandbox: {words}",
-                provider=SERVICE.provider,
-                sandbox_id=self._sandbox_id,
-                retryable=False,
-            )
+            raise SERVICE.failed(self._sandbox_id, f"lowtide's program does not run in it: {words}")
         return bool(found.status == "completed")
 
 

@@ -39,13 +39,7 @@ if TYPE_CHECKING:
 _READY_SECONDS = 600.0
 _GOODBYE_SECONDS = 2.0
 _LEASE = LABEL_PREFIX + "lease"
-_AMBIGUOUS = (
-    errors.SandboxGone,
-    errors.SandboxUnavailableError,
-    errors.SandboxNotFoundError,
-    errors.SandboxFailedError,
-    errors.ValidationError,
-)
+_AMBIGUOUS = (errors.SandboxError, errors.ValidationError)
 """What the way in may say of a sandbox that has ended or sleeps."""
 
 
@@ -237,13 +231,11 @@ class RunloopProvider(Calls):
         headers = {}
         if tunnel.auth_token:
             headers["X-Runloop-Tunnel-Authorization"] = f"Bearer {tunnel.auth_token}"
-        host = urlsplit(self._access.base_url).hostname or ""
+        host, which = urlsplit(self._access.base_url).hostname or "", f"{port}-{tunnel.tunnel_key}"
         if host.startswith("api."):
-            domain = host.removeprefix("api.")
-            return Url(url=f"https://{port}-{tunnel.tunnel_key}.tunnel.{domain}", headers=headers)
+            return Url(url=f"https://{which}.tunnel.{host.removeprefix('api.')}", headers=headers)
         # An emulator has one address: a header says which tunnel, and which port.
-        headers["X-Lowtide-Tunnel"] = f"{port}-{tunnel.tunnel_key}"
-        return Url(url=self._access.base_url, headers=headers)
+        return Url(url=self._access.base_url, headers={**headers, "X-Lowtide-Tunnel": which})
 
     async def pause(self, sandbox_id: str) -> None:
         """Files stay; what runs, ends."""
