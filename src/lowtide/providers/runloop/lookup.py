@@ -69,7 +69,7 @@ async def listed(client: AsyncRunloop, labels: Mapping[str, str]) -> AsyncIterat
     seen: set[str] = set()
 
     async def found(status: str) -> list[SandboxInfo]:
-        pages = client.devboxes.list(status=status, limit=_PAGE)  # type: ignore[arg-type]
+        pages = client.devboxes.list(status=status, limit=_PAGE)
         return [info_of(view) async for view in pages if _is_ours(view.metadata or {}, labels)]
 
     for status in _LISTED:
