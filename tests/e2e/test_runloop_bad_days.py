@@ -303,6 +303,7 @@ def test_the_key_is_on_no_command_line_and_nothing_of_ours_stays_after_a_close(
     key = provider._keys[made.sandbox_id]
     assert key not in seen
     assert key.hex().encode() not in seen
+    assert run(words(("sh", "-c", "ls -a /tmp | grep lowtide || true"))) == b""  # the file it came in is gone
     run(provider.aclose())
     with runloop_api_client.Runloop() as sdk:
         deadline = time.monotonic() + 60  # the server inside leaves after ten seconds alone

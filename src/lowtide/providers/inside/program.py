@@ -82,5 +82,8 @@ def short_line(architecture: str, name: str) -> str:
     """Bring it in and become the server `name`, in text, and leave no file: with two processes in place of five, and no
     gzip, for who waits for it."""
     text = base64.b64encode(program(architecture)).decode("ascii")
-    path = f'"${{TMPDIR:-/tmp}}/.lowtide-{name}"'
-    return f"p={path}; base64 -d >$p <<. && chmod 111 $p && exec $p serve {name} text own\n{text}\n.\n"
+    path = f".lowtide-{name}-$$"
+    return (
+        f'p="${{TMPDIR:-/tmp}}/{path}"; base64 -d >"$p" <<. && chmod 111 "$p" && exec "$p" serve {name} text own\n'
+        f"{text}\n.\n"
+    )

@@ -122,7 +122,7 @@ class ExecutionChannel:
                     raise (SERVICE.translated(error, self._sandbox_id) or error) from error
                 quiet = "Timeout" in type(error).__name__
             self._stream = None
-            if over and await self._left():
+            if over and await self.left():
                 return b""
             if not quiet:
                 await asyncio.sleep(delay)
@@ -147,7 +147,7 @@ class ExecutionChannel:
         )
         self._stream = await SERVICE.call(CALL_SECONDS, asking, "output", self._sandbox_id)
 
-    async def _left(self) -> bool:
+    async def left(self) -> bool:
         """Whether the execution is over. One that never got as far as the program says why."""
         executions = self._client.devboxes.executions
         found = await SERVICE.again(
@@ -171,8 +171,10 @@ async def open_channel(
         channel = ExecutionChannel(client, sandbox_id, started.execution_id, explain)
         try:
             await asyncio.gather(channel.send(first), channel.attach())
-        except BaseException:
+        except BaseException as error:
             channel.close()
+            if isinstance(error, errors.ValidationError):
+                await channel.left()  # it takes no input any more: it says why it never ran
             raise
     except errors.LowtideError as error:
         raise await explain(error) from error
