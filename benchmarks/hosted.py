@@ -16,6 +16,10 @@ ROOT = Path(__file__).parent.parent
 _SDKS = {"runloop": "runloop_api_client"}
 
 
+_SDKS = {"coreweave": "cwsandbox"}
+"""Where the SDK has another name than the provider."""
+
+
 def measured(provider: str, *options: str) -> list[dict[str, Any]]:
     """The rows of ``python -m benchmarks.<provider>``, with the provider in their names."""
     module = f"benchmarks.{provider}"

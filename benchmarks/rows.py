@@ -111,6 +111,14 @@ def _runloop(home: Path, given: Namespace) -> list[dict[str, Any]]:
     )
 
 
+def _coreweave(home: Path, given: Namespace) -> list[dict[str, Any]]:
+    from benchmarks import hosted
+
+    return hosted.measured(
+        "coreweave", "--samples", str(given.large_samples), "--ending", str(given.sandboxes)
+    )
+
+
 def _daytona_import(home: Path, given: Namespace) -> Comparison:
     from benchmarks import imports
 
@@ -159,5 +167,6 @@ SECTIONS: dict[str, dict[str, Measure]] = {
     "Daytona, on the emulator": {"daytona": _daytona, "daytona-import": _daytona_import},
     "Modal, on the emulator": {"modal": _modal},
     "Runloop, on the emulator": {"runloop": _runloop},
+    "CoreWeave, on the emulator": {"coreweave": _coreweave},
 }
 NAMES = tuple(name for rows in SECTIONS.values() for name in rows)

@@ -18,7 +18,14 @@ from tests.conftest import SEED
 from tests.crash.environments import Clock, Disk, small_disk
 from tests.crash.world import World
 
-EMULATED = ("e2b", "daytona", "modal", "runloop")
+EMULATED = {
+    "e2b": "e2b",
+    "daytona": "daytona",
+    "modal": "modal",
+    "runloop": "runloop_api_client",
+    "coreweave": "cwsandbox",
+}
+"""Providers with an emulator, and the SDK that each needs."""
 CHOSEN = os.environ.get("LOWTIDE_CRASH_PROVIDERS")
 """Which providers the whole matrix runs on; unset: on two, and a few cases of it on every one there is."""
 
@@ -48,8 +55,7 @@ def _unavailable(provider: str) -> str | None:
     engine = {"docker": "DOCKER_HOST", "kubernetes": "KUBECONFIG"}.get(provider)
     if engine is not None and not os.environ.get(engine):
         return f"{engine} is not set: no {provider} engine here"
-    sdk = {"runloop": "runloop_api_client"}.get(provider, provider)
-    if provider in EMULATED and importlib.util.find_spec(sdk) is None:
+    if provider in EMULATED and importlib.util.find_spec(EMULATED[provider]) is None:
         return f"the {provider} SDK is not installed"
     return None
 

@@ -37,6 +37,7 @@ OWN_SECONDS = {
     "daytona": 20.0,
     "modal": 5.0,
     "runloop": 10.0,
+    "coreweave": 5.0,
 }
 """What a delete takes at the service itself, once it was asked: not of our making, and not fast."""
 WINDOW_SECONDS = "5"

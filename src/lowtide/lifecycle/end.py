@@ -34,7 +34,7 @@ from lowtide.lifecycle.keep import Decision, Fate
 from lowtide.lifecycle.lease import EndReport, Lease, LeaseState, Outcome, renewal_seconds
 from lowtide.lifecycle.ledger import Ledger
 from lowtide.lifecycle.owner import Owner, Standing
-from lowtide.providers.base import Labels, Provider, Recovery, Renews, SandboxSpec, Snapshots, Stops
+from lowtide.providers.base import Labels, Provider, Renews, Replays, SandboxSpec, Snapshots, Stops
 
 log = logging.getLogger("lowtide.lifecycle")
 
@@ -312,12 +312,17 @@ async def _recover(
 ) -> str | None:
     """The id of what a create with a lost answer made; None once it has surely made nothing.
 
-    What was asked for may appear for as long as the create window after the request has ended.
+    What was asked for may appear for as long as the create window after the request has ended, unless the
+    provider can take the request's key: then it shows at once, or cannot appear at all.
     """
     delay = 0.05
     ended = _request_ended(lease).get("request_ended") or Instant.now()
     while True:
         found = await _patiently(f"looking for {lease.lease_id}", lambda: provider.find(spec))
+        if found is None and not answered and isinstance(provider, Replays):
+            point("recover:replay")
+            found = await _patiently(f"replaying {lease.lease_id}", lambda: provider.replay(spec))
+            point("recover:replayed")
         if found is not None:
             try:
                 await ledger.note(
@@ -326,7 +331,7 @@ async def _recover(
             except LedgerError as error:  # it is known here, and that is enough to end it
                 log.warning("lease %s: %s", lease.lease_id, error)
             return found.sandbox_id
-        if answered or provider.traits.recovery is Recovery.REPLAY:
+        if answered:
             return None
         left = _create_window_seconds(provider) - (ended.elapsed() or 0.0)
         if left <= 0:

@@ -54,7 +54,9 @@ class Capability(enum.StrEnum):
 class Recovery(enum.Enum):
     """How a create whose answer was lost is found again."""
 
-    REPLAY = "replay"  # create again with the same idempotency key, destroy what it returns
+    REPLAY = (
+        "replay"  # by label; else take its idempotency key with another create, and destroy what that returns
+    )
     BY_NAME = "by-name"  # get by the name we chose
     BY_LABEL = "by-label"  # list by label until the create window has surely passed
 
@@ -363,6 +365,19 @@ class Provider(Protocol):
 
 
 # What only some providers do. Each goes with the capability of the same name.
+
+
+@runtime_checkable
+class Replays(Protocol):
+    """Goes with `Recovery.REPLAY`."""
+
+    async def replay(self, spec: SandboxSpec) -> SandboxInfo | None:
+        """Send a create under the same idempotency key, so that nothing can come of the first one any more.
+
+        What it returns is what the first one made, or else a sandbox that takes its place; the caller destroys it.
+        None: it was refused, or what there is cannot be seen yet; nothing is proven. `spec` may hold only the labels.
+        """
+        ...
 
 
 @runtime_checkable

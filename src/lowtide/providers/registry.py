@@ -89,6 +89,14 @@ _BUILT_IN: dict[str, Entry] = {
         ("RUNLOOP_",),
         ("runloop_api_client",),
     ),
+    "coreweave": Entry(
+        "lowtide.providers.coreweave",
+        "CoreWeaveProvider",
+        "coreweave",
+        "CoreWeave's hosted sandboxes",
+        ("CWSANDBOX_",),
+        ("cwsandbox", "grpc"),
+    ),
 }
 
 _FOR_TESTS = {"faulty": Entry("lowtide.testing.faulty", "FaultyProvider", None, "misbehaves on demand")}

@@ -1,6 +1,7 @@
 """The agent's view of a sandbox: `connect()`, `run(action)`, `close()`, the same on every provider."""
 
 from lowtide.runtime.base import Runtime, RuntimeConfig
+from lowtide.runtime.coreweave import CoreWeaveRuntime
 from lowtide.runtime.daytona import DaytonaRuntime
 from lowtide.runtime.docker import DockerRuntime
 from lowtide.runtime.e2b import E2BRuntime
@@ -10,6 +11,7 @@ from lowtide.runtime.modal import ModalRuntime
 from lowtide.runtime.runloop import RunloopRuntime
 
 __all__ = [
+    "CoreWeaveRuntime",
     "DaytonaRuntime",
     "DockerRuntime",
     "E2BRuntime",

@@ -71,6 +71,7 @@ class Inside(sandbox_pb2_grpc.SandboxServiceServicer):  # type: ignore[misc]
         output: asyncio.Queue[tuple[int, bytes] | int | None] = asyncio.Queue(maxsize=16)
         reading = asyncio.ensure_future(_read(handle, output))
         dropping = self._mishaps(box, facts, context)
+        coming: asyncio.Future[Any] | None = None
         try:
             ready = pb.ExecStreamResponse()
             stamp(ready.ready.ready_time, self.ground.clock.now())
@@ -96,8 +97,9 @@ class Inside(sandbox_pb2_grpc.SandboxServiceServicer):  # type: ignore[misc]
                     output=pb.ExecStreamOutput(stream=_STREAMS[piece[0]], data=piece[1])
                 )
         finally:
-            for task in (feeding, cutting, reading, *dropping):
-                task.cancel()
+            for task in (feeding, cutting, reading, *dropping, coming):
+                if task is not None:
+                    task.cancel()
             # A command whose caller has left is ended, as the service's deadline ends it.
             with contextlib.suppress(LowtideError):
                 await asyncio.shield(asyncio.ensure_future(_leave(handle)))

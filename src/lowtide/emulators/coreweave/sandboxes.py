@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from cwsandbox._proto import sandbox_pb2 as pb
 
 from lowtide.emulators.agent.client import Agent, AgentError
+from lowtide.emulators.coreweave import spec
 from lowtide.emulators.coreweave.logs import Log
 from lowtide.emulators.coreweave.model import OVER, Box
 from lowtide.emulators.coreweave.refusal import Code, Refused, not_found
 from lowtide.errors import LowtideError
-from lowtide.providers.base import Limits, ProcessHandle, TerminalSize
+from lowtide.providers.base import ProcessHandle, TerminalSize
 
 if TYPE_CHECKING:
     from lowtide.emulators.coreweave.services import Services
@@ -32,7 +33,7 @@ mkdir -p /usr/local/bin
 for name in python python3; do command -v $name > /dev/null || ln -s "$1" /usr/local/bin/$name; done
 shift
 while [ $# -gt 0 ]; do
-  mkdir -p "$2" "$(dirname "$1")" && { [ "$1" = "$2" ] || ln -sfn "$2" "$1"; } || exit 1
+  mkdir -p "$2" "$(dirname "$1")" && { [ "$1" = "$2" ] || { rm -rf "$1" && ln -s "$2" "$1"; }; } || exit 1
   shift 2
 done
 """
@@ -80,7 +81,9 @@ class Sandboxes:
                 if box.state in OVER or box.ending is not None:
                     return
                 self._set(box, pb.STATE_CREATING)
-                box.backing_id = await self.ground.backing.create(command=_IDLE, limits=Limits())
+                box.backing_id = await self.ground.backing.create(
+                    command=_IDLE, limits=spec.limits(box.container), allow=spec.ways_out(box.spec.network)
+                )
                 await self._furnish(box)
                 if broken:
                     raise Refused(Code.INTERNAL, "the image cannot be pulled")
@@ -97,7 +100,7 @@ class Sandboxes:
             self.begin(self._follow(box, box.main, box.log))
 
     async def _furnish(self, box: Box) -> None:
-        """Its volumes, files and programs. A volume is a directory; a second mount of it is a link."""
+        """Its volumes, files and programs. A mounted volume is a link to its directory, and hides what was there."""
         pairs: list[str] = []
         for mount in box.container.volume_mounts:
             place = f"{_STORE}/{mount.volume}/{mount.sub_path}".rstrip("/")

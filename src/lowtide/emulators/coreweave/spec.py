@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from cwsandbox._proto import sandbox_pb2 as pb
 
+from lowtide.emulators.backing import allowed
 from lowtide.emulators.coreweave.refusal import Code, Refused, invalid, not_there
+from lowtide.providers.base import Limits
 
 if TYPE_CHECKING:
     from lowtide.emulators.coreweave.volumes import Volumes
@@ -22,6 +24,8 @@ _TAG = re.compile(r"[A-Za-z0-9._-]*[A-Za-z0-9]")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _QUANTITY = re.compile(r"[0-9]{1,15}(\.[0-9]{1,9})?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi)?")
+_UNITS = {"m": 0.001, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_UNITS |= {"Ki": 1024, "Mi": 1024**2, "Gi": 1024**3, "Ti": 1024**4, "Pi": 1024**5}
 _RUNTIME_CLASSES = ("", RUNTIME_CLASS, "gvisor")
 
 
@@ -53,6 +57,34 @@ def checked(given: Any, volumes: Volumes, snapshots: Collection[str]) -> Any:
     _check_container(spec.containers[0], named)
     _check_services(spec)
     return spec
+
+
+def limits(container: Any) -> Limits:
+    """What holds for it, of what it was given."""
+    given = container.resource_requirements.limits
+    memory = _amount(given.memory or container.resources.memory)
+    cpu = _amount(given.cpu or container.resources.cpu)
+    return Limits(cpu=cpu or None, memory_bytes=int(memory) or None)
+
+
+def _amount(quantity: str) -> float:
+    number = quantity.rstrip("mkKMGTPi")
+    return float(number or 0) * _UNITS.get(quantity[len(number) :], 1)
+
+
+def ways_out(network: Any) -> tuple[str, ...]:
+    """The allow-list that its rules come to; none where all is open or shut, because here nothing is open."""
+    entries = []
+    for rule in network.egress:
+        kind = rule.WhichOneof("destination")
+        if kind == "any":
+            return ()
+        if kind == "https_hostname":
+            entries.append(f"{rule.https_hostname}:443")
+        elif kind == "cidr":
+            ports = [f":{p.port}" for p in rule.ports] or [""]
+            entries += [f"{rule.cidr.cidr}{port}" for port in ports]
+    return allowed(entries)
 
 
 def check_tags(tags: Collection[str]) -> None:

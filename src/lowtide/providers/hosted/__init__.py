@@ -8,6 +8,7 @@
 * `explained`: what an error on the way into a sandbox means: the control plane knows
 * `options_of`, `labels_of`, `only_ipv4`: what a create may be asked for
 * `backoff`: the delays of whoever asks again
+* `forked_grpc`: for an SDK on gRPC, which does not survive a fork
 
 A provider's ``errors.py`` is a table and one service::
 

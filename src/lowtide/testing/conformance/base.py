@@ -39,6 +39,10 @@ class ProviderUnderTest:
     """A command timeout that is long enough for a command to have started."""
     max_lifetime_seconds: float = 4.0
     """The shortest lifetime the provider takes."""
+    snapshot_keywords: Mapping[str, Any] = field(default_factory=dict)
+    """More create keywords for sandboxes that snapshots are taken of or that start from one."""
+    snapshot_of: str = "/"
+    """What a snapshot holds: all, or one directory. It has ``/opt`` in it."""
 
 
 def requires(*capabilities: Capability) -> pytest.MarkDecorator:

@@ -78,21 +78,23 @@ class FeaturesConformance(Conformance):
 
     @requires(Capability.SNAPSHOT)
     def test_a_new_sandbox_starts_from_a_snapshot(
-        self, make_sandbox: Callable[..., Sandbox], provider: Provider
+        self, make_sandbox: Callable[..., Sandbox], provider: Provider, provider_under_test: ProviderUnderTest
     ) -> None:
         assert isinstance(provider, Snapshots)
-        first = make_sandbox()
+        more, whole = provider_under_test.snapshot_keywords, provider_under_test.snapshot_of == "/"
+        first = make_sandbox(**more)
         first.write_file("/opt/kept", b"one").result(ANSWER_SECONDS)
-        sh(first, "mkdir -p /srv/d && ln -s /opt/kept /srv/d/link && rm -rf /var/tmp")
+        link = "/srv/d/link" if whole else "/opt/d/link"
+        sh(first, f"mkdir -p {link[:6]} && ln -s /opt/kept {link} && rm -rf /var/tmp")
         snapshot_id = first.snapshot().result(ANSWER_SECONDS)
         try:
             first.write_file("/opt/kept", b"changed after").result(ANSWER_SECONDS)
-            second = make_sandbox(snapshot=snapshot_id)
-            assert second.read_file("/srv/d/link").result(ANSWER_SECONDS) == b"one"
-            assert not second.exists("/var/tmp").result(ANSWER_SECONDS)
+            second = make_sandbox(snapshot=snapshot_id, **more)
+            assert second.read_file(link).result(ANSWER_SECONDS) == b"one"
+            assert second.exists("/var/tmp").result(ANSWER_SECONDS) is not whole
             second.write_file("/opt/kept", b"two").result(ANSWER_SECONDS)
             assert first.read_file("/opt/kept").result(ANSWER_SECONDS) == b"changed after"
-            third = make_sandbox(snapshot=snapshot_id)
+            third = make_sandbox(snapshot=snapshot_id, **more)
             assert third.read_file("/opt/kept").result(ANSWER_SECONDS) == b"one"
             for box in (second, third):
                 box.stop().result(ANSWER_SECONDS)
@@ -101,15 +103,18 @@ class FeaturesConformance(Conformance):
         assert snapshot_id not in engine().run(provider.list_snapshots(), ANSWER_SECONDS)
 
     @requires(Capability.SNAPSHOT)
-    def test_a_snapshot_on_stop(self, make_sandbox: Callable[..., Sandbox], provider: Provider) -> None:
+    def test_a_snapshot_on_stop(
+        self, make_sandbox: Callable[..., Sandbox], provider: Provider, provider_under_test: ProviderUnderTest
+    ) -> None:
         assert isinstance(provider, Snapshots)
-        first = make_sandbox()
+        more = provider_under_test.snapshot_keywords
+        first = make_sandbox(**more)
         first.write_file("/opt/kept", b"last words").result(ANSWER_SECONDS)
         report = first.stop(snapshot_on_stop=True).result(ANSWER_SECONDS)
         assert report.snapshot_id is not None
         try:
             assert is_gone(provider, first.sandbox_id)
-            second = make_sandbox(snapshot=report.snapshot_id)
+            second = make_sandbox(snapshot=report.snapshot_id, **more)
             assert second.read_file("/opt/kept").result(ANSWER_SECONDS) == b"last words"
             second.stop().result(ANSWER_SECONDS)
         finally:

@@ -1,0 +1,79 @@
+"""What CoreWeave says about its sandboxes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from lowtide.errors import SandboxNotFoundError
+from lowtide.providers.base import SandboxInfo, SandboxState
+from lowtide.providers.coreweave.access import Connections, messages
+from lowtide.providers.coreweave.create import labels_of
+from lowtide.providers.coreweave.errors import SERVICE
+from lowtide.providers.hosted import is_word
+from lowtide.providers.inside.program import EXPIRED
+
+SECONDS = 15.0
+_PAGE = 100
+_STATES = {
+    "STATE_RUNNING": SandboxState.RUNNING,
+    "STATE_PAUSED": SandboxState.PAUSED,
+    "STATE_TERMINATING": SandboxState.ENDING,
+    "STATE_COMPLETED": SandboxState.COMPLETED,
+    "STATE_FAILED": SandboxState.FAILED,
+    "STATE_TERMINATED": SandboxState.GONE,
+}
+"""All others are on their way to running."""
+
+
+def info(box: Any) -> SandboxInfo:
+    """From the service's message."""
+    pb, status = messages(), box.status
+    state = _STATES.get(
+        pb.State.Name(status.state) if status.state in pb.State.values() else "", SandboxState.PENDING
+    )
+    code = status.exit_code if status.HasField("exit_code") else None
+    reason = status.state_reason or None
+    if state is SandboxState.FAILED and code == EXPIRED:
+        reason = "expired"
+    created = status.create_time
+    return SandboxInfo(
+        sandbox_id=box.sandbox_id,
+        state=state,
+        labels=labels_of(box.spec.tags),
+        created_at=datetime.fromtimestamp(created.seconds + created.nanos / 1e9, UTC)
+        if created.seconds
+        else None,
+        exit_code=code if state in (SandboxState.COMPLETED, SandboxState.FAILED) else None,
+        reason=reason if state.terminal else None,
+    )
+
+
+async def message(connections: Connections, sandbox_id: str) -> Any:
+    """The service's own description. Raises SandboxNotFoundError."""
+    if not is_word(sandbox_id):
+        raise SERVICE.missing(sandbox_id)
+    asked = messages().GetSandboxRequest(sandbox_id=sandbox_id)
+    return await connections.call("GetSandbox", asked, SECONDS, sandbox_id)
+
+
+async def get(connections: Connections, sandbox_id: str) -> SandboxInfo:
+    """Raises SandboxNotFoundError, also for one that lowtide has not made: it has none of its labels."""
+    found = info(await message(connections, sandbox_id))
+    if "lowtide-lease" not in found.labels:
+        raise SandboxNotFoundError(
+            f"{sandbox_id} is not a lowtide sandbox", provider=SERVICE.provider, sandbox_id=sandbox_id
+        )
+    return found
+
+
+async def listed(
+    connections: Connections, tags: Sequence[str], *, ended: bool = False
+) -> AsyncIterator[SandboxInfo]:
+    """All pages of those with all of these tags; those that are over only with `ended`."""
+    asked = messages().ListSandboxesRequest(page_size=_PAGE, tags=tags, show_terminated=ended)
+    async for box in connections.pages("ListSandboxes", asked, "sandboxes", SECONDS):
+        found = info(box)
+        if "lowtide-lease" in found.labels:
+            yield found

@@ -1,0 +1,271 @@
+"""`CoreWeaveProvider`: the seam's primitives on CoreWeave's sandboxes."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import math
+from collections.abc import AsyncIterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, ClassVar, Self
+
+from lowtide.errors import LowtideError, RequestTimeoutError, SandboxNotFoundError, SandboxUnavailableError
+from lowtide.providers import hosted
+from lowtide.providers.base import (
+    Capability,
+    ProcessSpec,
+    Recovery,
+    SandboxInfo,
+    SandboxSpec,
+    SandboxState,
+    Traits,
+    Url,
+    nothing_sent,
+)
+from lowtide.providers.coreweave import create, destroy, lookup, snapshots
+from lowtide.providers.coreweave.access import Access, Connections
+from lowtide.providers.coreweave.channel import ExecChannel, open_channel
+from lowtide.providers.coreweave.errors import SERVICE, is_conflict
+from lowtide.providers.coreweave.options import CoreWeaveOptions
+from lowtide.providers.inside import Clients, InsideProcess
+from lowtide.providers.inside.calls import Calls
+from lowtide.providers.inside.program import KEY
+
+_CREATE_SECONDS = 45.0
+_READY_SECONDS = 600.0  # an image may have to be pulled
+
+
+class CoreWeaveProvider(Calls):
+    """One sandbox of CoreWeave per sandbox, with the program inside as its main process."""
+
+    name: ClassVar[str] = "coreweave"
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(
+        {
+            Capability.IMAGE,
+            Capability.COMMAND,
+            Capability.STDIN,
+            Capability.TTY,
+            Capability.USER,
+            Capability.SIGNALS,
+            Capability.CPU_LIMIT,
+            Capability.MEMORY_LIMIT,
+            Capability.NETWORK_NONE,
+            Capability.NETWORK_FULL,
+            Capability.NETWORK_ALLOW,
+            Capability.NETWORK_PORTS,  # of a name: 443 only
+            Capability.GVISOR,
+            Capability.PORTS,
+            Capability.SNAPSHOT,  # of one volume
+            Capability.LIFETIME,
+            Capability.RENEW,
+        }
+    )
+    traits: ClassVar[Traits] = Traits(
+        recovery=Recovery.REPLAY,
+        create_window_seconds=60.0,  # the request is given up after 45 s
+        max_lifetime_seconds=float(create.LONGEST_SECONDS),
+        default_lifetime_seconds=float(create.LIFETIME_SECONDS),
+    )
+    options_type: ClassVar[type | None] = CoreWeaveOptions
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._connections: Connections | None = None
+        self._made: set[str] = set()
+        """Sandboxes this process made: known to be ours, and to have run, without asking."""
+        self._keys: dict[str, bytes] = {}
+        self._share_tokens: dict[str, str] = {}
+        super().__init__(self._new_clients())
+
+    # -- connecting
+
+    @classmethod
+    def connect(cls, environ: Mapping[str, str], options: Mapping[str, Any] | None = None) -> Self:
+        access = Access.resolve(environ, options)
+        if importlib.util.find_spec("cwsandbox") is None:
+            raise hosted.missing_dependency("coreweave", "CoreWeave's SDK")
+        return cls(access)
+
+    @property
+    def account(self) -> str:
+        return self._access.account
+
+    def credentials(self) -> dict[str, str]:
+        return self._access.credentials()
+
+    async def connections(self) -> Connections:
+        """One set per event loop: a forked child or another loop gets its own."""
+        found = self._connections
+        if found is None or found.loop is not asyncio.get_running_loop():
+            found = self._connections = Connections(self._access)
+            self.begin_calls(self._new_clients())
+        return found
+
+    def _new_clients(self) -> Clients:
+        return Clients(self.name, self._open_channel, self._key)
+
+    async def aclose(self) -> None:
+        self.end_calls()
+        found, self._connections = self._connections, None
+        if found is not None and found.loop is asyncio.get_running_loop():
+            await found.aclose()
+
+    # -- creating
+
+    async def create(self, spec: SandboxSpec) -> SandboxInfo:
+        with nothing_sent():
+            request = create.request(spec, self._access)
+            connections = await self.connections()
+
+        async def make(seconds: float) -> SandboxInfo:
+            box = await connections.call("CreateSandbox", request, seconds)
+            if box.endpoint_share_token:
+                self._share_tokens[box.sandbox_id] = box.endpoint_share_token
+            return lookup.info(box)
+
+        made = await hosted.recovered(
+            make,
+            lambda: self.find(spec),
+            service=SERVICE,
+            lease_id=spec.lease_id,
+            seconds=_CREATE_SECONDS,
+            replay=True,
+        )
+        self._made.add(made.sandbox_id)
+        self._keys[made.sandbox_id] = self._access.inside_key(spec.lease_id)
+        return made
+
+    async def find(self, spec: SandboxSpec) -> SandboxInfo | None:
+        return await self._find(spec, ended=False)
+
+    async def _find(self, spec: SandboxSpec, *, ended: bool) -> SandboxInfo | None:
+        tags = create.tags_of({"lowtide-lease": spec.lease_id, "lowtide-ledger": spec.labels.ledger_id})
+        async for found in lookup.listed(await self.connections(), tags, ended=ended):
+            return found
+        return None
+
+    async def replay(self, spec: SandboxSpec) -> SandboxInfo | None:
+        """Take the request's id: after this nothing can come of the request any more but what this returns."""
+        connections = await self.connections()
+        try:
+            box = await connections.call(
+                "CreateSandbox", create.tombstone(spec, self._access), _CREATE_SECONDS
+            )
+        except LowtideError as error:
+            if is_conflict(error):  # the request was taken: what it made shows, sooner or later
+                return await self._find(spec, ended=True)
+            if hosted.was_lost(error):
+                raise
+            return None  # no room, or not allowed: then only time is proof
+        return lookup.info(box)
+
+    # -- looking
+
+    async def get(self, sandbox_id: str) -> SandboxInfo:
+        return await lookup.get(await self.connections(), sandbox_id)
+
+    async def wait_ready(self, sandbox_id: str) -> SandboxInfo:
+        return await hosted.until_ready(
+            lambda: self.get(sandbox_id), service=SERVICE, sandbox_id=sandbox_id, seconds=_READY_SECONDS
+        )
+
+    async def list(self, labels: Mapping[str, str]) -> AsyncIterator[SandboxInfo]:
+        async for found in lookup.listed(await self.connections(), create.tags_of(labels)):
+            yield found
+
+    async def explained(self, sandbox_id: str, error: LowtideError) -> LowtideError:
+        """What an error of the way into a sandbox means."""
+        return await hosted.explained(
+            error, lambda: self._ended_is_gone(sandbox_id), service=SERVICE, sandbox_id=sandbox_id
+        )
+
+    async def _ended_is_gone(self, sandbox_id: str) -> SandboxInfo:
+        found = await self.get(sandbox_id)
+        if found.state.terminal:
+            raise SERVICE.missing(sandbox_id)
+        return found
+
+    # -- ending
+
+    async def destroy(self, sandbox_id: str, *, grace_seconds: float = 0.0) -> bool:
+        connections = await self.connections()
+        self.forget_calls(sandbox_id)
+        running = sandbox_id in self._made
+        if not running:
+            try:
+                await self.get(sandbox_id)  # never what lowtide has not made
+            except SandboxNotFoundError:
+                return False
+        ended = await destroy.destroy(connections, sandbox_id, grace_seconds, running=running)
+        self._made.discard(sandbox_id)
+        self._keys.pop(sandbox_id, None)
+        self._share_tokens.pop(sandbox_id, None)
+        return ended
+
+    # -- the program inside
+
+    async def _open_channel(self, sandbox_id: str, first: bytes) -> ExecChannel:
+        return await open_channel(self, sandbox_id, first)
+
+    async def _key(self, sandbox_id: str) -> bytes:
+        """Known here, or as the service has it from the create call, or made from this account's own key."""
+        known = self._keys.get(sandbox_id)
+        if known is None:
+            try:
+                box = await lookup.message(await self.connections(), sandbox_id)
+            except SandboxNotFoundError as error:
+                raise SERVICE.gone(sandbox_id) from error
+            lease_id = lookup.info(box).labels.get("lowtide-lease", "")
+            known = self._access.inside_key(lease_id)
+            for container in box.spec.containers:
+                text = container.environment_variables.get(KEY, "")
+                if len(text) == 32:
+                    known = bytes.fromhex(text)
+            self._keys[sandbox_id] = known
+        return known
+
+    async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> InsideProcess:
+        await self.connections()
+        return await (await self.clients.get(sandbox_id)).start(spec)
+
+    # -- what CoreWeave does beyond the primitives
+
+    async def renew(self, sandbox_id: str, lifetime_seconds: float) -> datetime | None:
+        """The program inside keeps the clock, as far as the fixed end allows."""
+        info = await self.get(sandbox_id)
+        if info.state is not SandboxState.RUNNING:
+            if info.state is SandboxState.PENDING:
+                raise SandboxUnavailableError(
+                    "the sandbox does not run yet", provider=self.name, sandbox_id=sandbox_id
+                )
+            raise SERVICE.missing(sandbox_id)
+        try:
+            async with asyncio.timeout(30):
+                client = await self.clients.get(sandbox_id)
+                granted = await client.renew(max(1, math.ceil(lifetime_seconds)))
+        except TimeoutError as error:
+            if isinstance(error, LowtideError):
+                raise
+            raise RequestTimeoutError(
+                "the new lifetime was not confirmed", provider=self.name, sandbox_id=sandbox_id
+            ) from error
+        return datetime.now(UTC) + timedelta(seconds=granted)
+
+    async def url(self, sandbox_id: str, port: int) -> Url:
+        """A service's own address where the sandbox was made with one; else a way through the program inside."""
+        box = await lookup.message(await self.connections(), sandbox_id)
+        for service in box.status.services:
+            if service.port == port and service.url:
+                token = self._share_tokens.get(sandbox_id)
+                return Url(url=service.url, headers={"X-Sandbox-Share-Token": token} if token else {})
+        host, number = await self.forward(sandbox_id, port)
+        return Url(url=f"http://{host}:{number}")
+
+    async def snapshot(self, sandbox_id: str, name: str) -> str:
+        return await snapshots.take(await self.connections(), sandbox_id)
+
+    async def delete_snapshot(self, snapshot_id: str) -> bool:
+        return await snapshots.delete(await self.connections(), snapshot_id)
+
+    async def list_snapshots(self) -> Sequence[str]:
+        return await snapshots.listed(await self.connections())
