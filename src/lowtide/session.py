@@ -6,8 +6,8 @@ import asyncio
 import builtins
 import logging
 import threading
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from lowtide import block_exit
 from lowtide.defaults import SandboxDefaults, SandboxOptions, explicit, resolve
@@ -27,7 +27,11 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Unpack
 
+    from lowtide.function import RemoteFunction
     from lowtide.providers.base import Provider, SandboxState
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 log = logging.getLogger("lowtide")
 
@@ -76,6 +80,23 @@ class Session:
         sandbox._begin(resolve(self.defaults, options))
         self._register(sandbox)
         return sandbox
+
+    def function(
+        self,
+        *,
+        temp_dir: str = "/tmp",  # noqa: S108 - in the sandbox
+        timeout_seconds: float | None = None,
+        **options: Unpack[SandboxOptions],
+    ) -> Callable[[Callable[P, R]], RemoteFunction[P, R]]:
+        """A decorator: the function's ``.remote()`` and ``.map()`` run it in a new sandbox of this session."""
+        from lowtide.function import RemoteFunction
+
+        self._check_open()
+
+        def made(function: Callable[P, R]) -> RemoteFunction[P, R]:
+            return RemoteFunction(self, function, options, temp_dir=temp_dir, timeout_seconds=timeout_seconds)
+
+        return made
 
     def list(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import pytest
 
@@ -139,3 +140,18 @@ class SessionConformance(Conformance):
             assert box.sandbox_id is not None
             Sandbox.delete(box.sandbox_id, provider=provider.name, missing_ok=True).result(ANSWER_SECONDS)
         assert is_gone(provider, box.sandbox_id)
+
+    def test_a_function_runs_in_a_sandbox_of_its_own(self, session: Session) -> None:
+        offset = 40
+
+        @session.function()
+        def add(x: int, y: int = 1) -> dict[str, int]:
+            return {"sum": x + y + offset, "pid": os.getpid()}
+
+        probe = session.sandbox()
+        if probe.exec(["sh", "-c", "command -v python3"]).result(ANSWER_SECONDS).returncode != 0:
+            pytest.skip("no Python in this sandbox to run it with")
+        assert add.local(1)["pid"] == os.getpid()
+        found = [one.result(ANSWER_SECONDS)["sum"] for one in (add.remote(1), *add.map([(1, 2), (3, 4)]))]
+        assert found == [42, 43, 47]
+        assert session.sandbox_count == 1

@@ -1,0 +1,191 @@
+"""A Python function that runs in a sandbox of its own at every call: what `Session.function` makes of one.
+
+Its source goes there, with what it uses of its module: values, other functions, and modules by name, which
+the sandbox has to have. Arguments, values and the result are JSON.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import json
+import logging
+import secrets
+import textwrap
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+
+from lowtide.errors import LowtideError, SandboxError, ValidationError
+from lowtide.operation import Operation
+
+if TYPE_CHECKING:
+    from lowtide.sandbox import Sandbox
+    from lowtide.session import Session
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+log = logging.getLogger("lowtide")
+
+_RUNNER = """
+import importlib, json, sys
+given = json.load(sys.stdin)
+names = {"__name__": "__lowtide__", **given["values"]}
+for name, module in given["modules"].items():
+    names[name] = importlib.import_module(module)
+for source in given["sources"]:
+    exec(compile(source, "<function>", "exec"), names)
+result = json.dumps(names[given["name"]](*given["args"], **given["kwargs"]))
+with open(sys.argv[1], "w") as out:
+    out.write(result)
+"""
+
+
+class RemoteFunction(Generic[P, R]):
+    """`remote` runs it in a new sandbox, `map` each of many in one, `local` here."""
+
+    def __init__(
+        self,
+        session: Session,
+        function: Callable[P, R],
+        options: Mapping[str, Any],
+        *,
+        temp_dir: str = "/tmp",  # noqa: S108 - in the sandbox
+        timeout_seconds: float | None = None,
+    ) -> None:
+        self._session, self._options = session, dict(options)
+        self._temp_dir, self._timeout_seconds = temp_dir, timeout_seconds
+        self.function = function
+        self.__name__, self.__doc__ = function.__name__, function.__doc__
+        self._parts = _Parts(function)
+
+    def local(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call it here, in this process."""
+        return self.function(*args, **kwargs)
+
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Operation[R]:
+        """Call it in a new sandbox, which ends with the call.
+
+        Raises ValidationError for arguments that are not JSON. What the function raises there is a
+        SandboxExecutionError with its traceback in ``result.stderr``.
+        """
+        _check_json("an argument", args)
+        _check_json("an argument", kwargs)
+        given = json.dumps({**self._parts.as_json(), "args": args, "kwargs": kwargs})
+        return Operation.start(self._run(self._session.sandbox(**self._options), given))
+
+    def map(self, items: Iterable[tuple[Any, ...]]) -> list[Operation[R]]:
+        """`remote` for each tuple of arguments, all at once."""
+        # mypy knows P only as a whole; each tuple is one call's positional arguments
+        return [self.remote(*item) for item in items]  # type: ignore[call-arg]
+
+    async def _run(self, sandbox: Sandbox, given: str) -> R:
+        path = f"{self._temp_dir.rstrip('/')}/lowtide-result-{secrets.token_hex(8)}"
+        try:
+            await sandbox.exec(
+                ["python3", "-c", _RUNNER, path],
+                stdin=given,
+                check=True,
+                timeout_seconds=self._timeout_seconds,
+            )
+            answer = await sandbox.read_file(path)
+        finally:
+            await self._end(sandbox)
+        try:
+            result: R = json.loads(answer)
+        except ValueError as error:
+            raise SandboxError(f"{self.__name__}: what came back is not its result") from error
+        return result
+
+    async def _end(self, sandbox: Sandbox) -> None:
+        """What cannot be ended now stays in the session and the ledger, and does not hide the call's own outcome."""
+        try:
+            await sandbox.stop(graceful_shutdown_seconds=0.0)
+        except LowtideError as error:
+            log.warning("%s: its sandbox is not ended yet: %s", self.__name__, error)
+        else:
+            self._session._forget(sandbox)
+
+    def __repr__(self) -> str:
+        return f"<RemoteFunction {self.__name__}>"
+
+
+class _Parts:
+    """The source of a function and of those it uses, and the values and modules that they use."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.name = function.__name__
+        self.sources: dict[str, str] = {}
+        self.values: dict[str, Any] = {}
+        self.modules: dict[str, str] = {}
+        self._add(self.name, function)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "sources": list(self.sources.values()),
+            "values": self.values,
+            "modules": self.modules,
+        }
+
+    def _add(self, name: str, function: Any) -> None:
+        tree = _definition(name, function)
+        self.sources[name] = ast.unparse(tree)
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        scope = {**function.__globals__, **{free: cell.cell_contents for free, cell in cells}}
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        for used_name in sorted(used & scope.keys() - self.sources.keys()):
+            self._use(used_name, scope[used_name], name)
+
+    def _use(self, name: str, value: Any, by: str) -> None:
+        if isinstance(value, RemoteFunction):
+            value = value.function
+        if isinstance(value, types.ModuleType):
+            self.modules[name] = value.__name__
+        elif isinstance(value, types.FunctionType) and value.__name__ == name:
+            self._add(name, value)
+        elif getattr(builtins, name, None) is not value:
+            _check_json(f"{name}, which {by} uses,", value)
+            self.values[name] = value
+
+
+def _definition(name: str, function: Any) -> ast.FunctionDef:
+    """Without annotations, which nothing needs there, and without the decorator that brought it here."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    except (OSError, TypeError, SyntaxError) as error:
+        raise ValidationError(
+            f"the source of {name} cannot be read; write it in a file, with def", argument="function"
+        ) from error
+    if not isinstance(tree, ast.FunctionDef):
+        kind = "async functions run here" if isinstance(tree, ast.AsyncFunctionDef) else "it is no def"
+        raise ValidationError(f"{name} cannot be run in a sandbox: {kind}", argument="function")
+    tree.returns = None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    tree.decorator_list = [one for one in tree.decorator_list if not _is_ours(one)]
+    return tree
+
+
+def _is_ours(node: ast.expr) -> bool:
+    called = node.func if isinstance(node, ast.Call) else node
+    return isinstance(called, ast.Attribute) and called.attr == "function"
+
+
+def _check_json(what: str, value: Any) -> None:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise ValidationError(f"{what} has a key that is no string: {key!r}", argument="arguments")
+            _check_json(what, inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _check_json(what, inner)
+    elif value is not None and not isinstance(value, str | int | float | bool):
+        raise ValidationError(
+            f"{what} is not JSON but {type(value).__name__}: make it inside the function, or pass what it is made of",
+            argument="arguments",
+        )

@@ -1,0 +1,101 @@
+"""A function that runs in a sandbox of its own: what goes there, what comes back, and what is left."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+
+import pytest
+
+from lowtide import Sandbox, Session
+from lowtide.errors import SandboxExecutionError, SessionClosedError, ValidationError
+
+FACTOR = 3
+
+
+def tripled(value: int) -> int:
+    return value * FACTOR
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    with Session(tags=["functions"]) as session:
+        yield session
+    assert Sandbox.list(tags=["functions"]).result() == []
+
+
+def test_it_takes_along_what_it_uses(session: Session) -> None:
+    words = ["a", "b"]
+
+    @session.function(environment_variables={"WORD": "in the sandbox"})
+    def work(x: int, *, more: list[int] | None = None) -> list[object]:
+        import os
+
+        return [tripled(x), math.floor(2.5), words, more, os.environ["WORD"]]
+
+    assert work.remote(2, more=[1]).result(60) == [6, 2, ["a", "b"], [1], "in the sandbox"]
+    assert session.sandbox_count == 0
+
+
+def test_what_it_prints_is_not_its_result(session: Session) -> None:
+    @session.function()
+    def loud() -> str:
+        print(json.dumps("printed"))
+        return "returned"
+
+    assert loud.remote().result(60) == "returned"
+
+
+def test_what_it_raises_is_told_with_its_traceback(session: Session) -> None:
+    @session.function()
+    def broken() -> None:
+        raise ZeroDivisionError("in there")
+
+    with pytest.raises(SandboxExecutionError) as caught:
+        broken.remote().result(60)
+    assert caught.value.result is not None
+    assert "ZeroDivisionError: in there" in caught.value.result.stderr
+
+
+async def test_it_is_awaited_in_async_code(session: Session) -> None:
+    @session.function()
+    def double(x: int) -> int:
+        return 2 * x
+
+    assert [await one for one in double.map([(1,), (2,)])] == [2, 4]
+
+
+def test_what_cannot_go_there_is_refused_before_anything_is_made(session: Session) -> None:
+    handle = object()
+
+    @session.function()
+    def takes(x: object) -> None: ...
+
+    with pytest.raises(ValidationError, match="not JSON but set"):
+        takes.remote({1, 2})
+    with pytest.raises(ValidationError, match="no string"):
+        takes.remote({1: 2})
+    with pytest.raises(ValidationError, match="handle, which uses uses,"):
+
+        @session.function()
+        def uses() -> object:
+            return handle
+
+    with pytest.raises(ValidationError, match="async"):
+
+        @session.function()
+        async def later() -> None: ...
+
+    assert session.sandbox_count == 0
+
+
+def test_a_closed_session_takes_no_calls() -> None:
+    session = Session()
+
+    @session.function()
+    def late() -> None: ...
+
+    session.close().result(60)
+    with pytest.raises(SessionClosedError):
+        late.remote()
