@@ -19,6 +19,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = (
     "api.md",
     "local.md",
+    "migrate-from-cwsandbox.md",
     "network.md",
     "quickstart.md",
     "runtimes.md",
@@ -38,8 +39,9 @@ def _examples() -> list[object]:
 @pytest.mark.parametrize("program", _examples())
 def test_the_example_runs(program: str, tmp_path: Path) -> None:
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    (tmp_path / "example.py").write_text(program)  # in a file, where a function's source can be read
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
+        [sys.executable, "-W", "error", "example.py"],
         cwd=tmp_path,
         env=environ,
         capture_output=True,

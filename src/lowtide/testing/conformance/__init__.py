@@ -17,6 +17,7 @@ Inside the sandbox the suite needs a POSIX shell and the usual small tools (cat,
 from lowtide.testing.conformance.base import Conformance, ProviderUnderTest, requires
 from lowtide.testing.conformance.cancellation import CancellationConformance
 from lowtide.testing.conformance.concurrency import ConcurrencyConformance
+from lowtide.testing.conformance.endings import EndingsConformance
 from lowtide.testing.conformance.exec import ExecConformance
 from lowtide.testing.conformance.features import FeaturesConformance
 from lowtide.testing.conformance.files import FilesConformance
@@ -32,6 +33,7 @@ __all__ = [
     "CancellationConformance",
     "ConcurrencyConformance",
     "Conformance",
+    "EndingsConformance",
     "ExecConformance",
     "FeaturesConformance",
     "FilesConformance",

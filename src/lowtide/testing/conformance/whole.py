@@ -11,6 +11,7 @@ from lowtide.providers.base import Capability
 from lowtide.testing.conformance.base import Conformance, ProviderUnderTest
 from lowtide.testing.conformance.cancellation import CancellationConformance
 from lowtide.testing.conformance.concurrency import ConcurrencyConformance
+from lowtide.testing.conformance.endings import EndingsConformance
 from lowtide.testing.conformance.exec import ExecConformance
 from lowtide.testing.conformance.features import FeaturesConformance
 from lowtide.testing.conformance.files import FilesConformance
@@ -27,6 +28,7 @@ CLASSES: dict[str, type[Conformance]] = {
     "TestFiles": FilesConformance,
     "TestTrees": TreesConformance,
     "TestLifecycle": LifecycleConformance,
+    "TestEndings": EndingsConformance,
     "TestSessions": SessionConformance,
     "TestFeatures": FeaturesConformance,
     "TestValidation": ValidationConformance,
