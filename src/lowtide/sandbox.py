@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         Url,
     )
     from lowtide.session import Session
+    from lowtide.stream import StreamReader
 
 T = TypeVar("T")
 
@@ -337,6 +338,14 @@ class Sandbox(SandboxFiles):
             timeout_seconds=timeout_seconds,
             max_output_bytes=max_output_bytes,
         )
+
+    def stream_logs(self, *, follow: bool = False, tail_lines: int | None = None) -> StreamReader[str]:
+        """What its main process has printed, in chunks; with `follow` on to its end. Where the provider keeps it."""
+        from lowtide import logs
+
+        if tail_lines is not None:
+            validate.positive("tail_lines", tail_lines)
+        return logs.stream(self._life, follow=follow, tail_lines=tail_lines)
 
     def shell(
         self,

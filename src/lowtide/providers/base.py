@@ -399,6 +399,15 @@ class Snapshots(Protocol):
 
 
 @runtime_checkable
+class Logs(Protocol):
+    """Providers that keep what the main process prints."""
+
+    def logs(self, sandbox_id: str, *, follow: bool, tail_lines: int | None) -> AsyncIterator[bytes]:
+        """Both of its streams, oldest first, the last `tail_lines` of them; with `follow` on to its end."""
+        ...
+
+
+@runtime_checkable
 class Pauses(Protocol):
     async def pause(self, sandbox_id: str) -> None: ...
 

@@ -118,14 +118,30 @@ class Connections:
 
     def stream(self) -> Any:
         """A new stream of `StreamExec`."""
-        stub, streams = next((one for one in self._streams if len(one[1]) < _STREAMS), (None, set()))
-        if stub is None:
-            stub = self._open()
-            self._streams.append((stub, streams))
+        stub, streams = self._stream_stub()
         call = stub.StreamExec(metadata=self._metadata)
         streams.add(call)
         call.add_done_callback(streams.discard)
         return call
+
+    def _stream_stub(self) -> tuple[Any, set[Any]]:
+        for one in self._streams:
+            if len(one[1]) < _STREAMS:
+                return one
+        self._streams.append((self._open(), set()))
+        return self._streams[-1]
+
+    async def logs(self, request: Any) -> AsyncIterator[Any]:
+        """The entries of `StreamLogs`, on a connection for streams."""
+        call = self._stream_stub()[0].StreamLogs(request, metadata=self._metadata)
+        with SERVICE.mapped(request.sandbox_id):
+            try:
+                async for entry in call:
+                    yield entry
+            except forked.rpc_error() as error:
+                raise refusal(error) from error
+            finally:
+                call.cancel()
 
     async def aclose(self) -> None:
         for channel in self._all:

@@ -23,7 +23,7 @@ from lowtide.providers.base import (
     nothing_sent,
 )
 from lowtide.providers.coreweave import create, destroy, lookup, snapshots
-from lowtide.providers.coreweave.access import Access, Connections
+from lowtide.providers.coreweave.access import Access, Connections, messages
 from lowtide.providers.coreweave.channel import ExecChannel, open_channel
 from lowtide.providers.coreweave.errors import SERVICE, is_conflict
 from lowtide.providers.coreweave.options import CoreWeaveOptions
@@ -260,6 +260,17 @@ class CoreWeaveProvider(Calls):
                 return Url(url=service.url, headers={"X-Sandbox-Share-Token": token} if token else {})
         host, number = await self.forward(sandbox_id, port)
         return Url(url=f"http://{host}:{number}")
+
+    async def logs(self, sandbox_id: str, *, follow: bool, tail_lines: int | None) -> AsyncIterator[bytes]:
+        asked = messages().StreamLogsRequest(sandbox_id=sandbox_id, follow=follow, tail_lines=tail_lines or 0)
+        async for entry in (await self.connections()).logs(asked):
+            if entry.HasField("error"):
+                raise SandboxUnavailableError(
+                    f"the log broke off: {entry.error.message[:400]}",
+                    provider=self.name,
+                    sandbox_id=sandbox_id,
+                )
+            yield bytes(entry.data)
 
     async def snapshot(self, sandbox_id: str, name: str) -> str:
         return await snapshots.take(await self.connections(), sandbox_id)

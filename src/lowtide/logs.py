@@ -1,0 +1,46 @@
+"""What a sandbox's main process prints, as a stream: what `Sandbox.stream_logs` gives."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from lowtide.errors import LowtideError, UnsupportedError
+from lowtide.operation import Operation
+from lowtide.providers.base import Logs
+from lowtide.stream import StreamReader
+
+if TYPE_CHECKING:
+    from lowtide.held_sandbox import HeldSandbox
+
+
+def stream(life: HeldSandbox, *, follow: bool, tail_lines: int | None) -> StreamReader[str]:
+    """Raises UnsupportedError where the provider keeps no log."""
+    if not isinstance(life.connect(), Logs):
+        alternative = "run it with exec() and read process.stdout"
+        raise UnsupportedError(
+            f"provider {life.provider_name!r} keeps no log of the main process; {alternative}",
+            argument="stream_logs",
+            provider=life.provider_name,
+            feature="logs",
+            alternative=alternative,
+        )
+    reader: StreamReader[str] = StreamReader(text=True, on_close=lambda: reading.cancel())
+    reading = Operation.start(_read(life, reader, follow, tail_lines))
+    return reader
+
+
+async def _read(life: HeldSandbox, reader: StreamReader[str], follow: bool, tail_lines: int | None) -> None:
+    error: BaseException | None = None
+    try:
+        provider, sandbox_id = await life.ready()
+        assert isinstance(provider, Logs)
+        lines = provider.logs(sandbox_id, follow=follow, tail_lines=tail_lines)
+        async with contextlib.aclosing(lines):  # type: ignore[type-var]
+            async for data in lines:
+                reader.put(data)
+                await reader.room()
+    except LowtideError as failure:
+        error = failure
+    finally:
+        reader.end(error)
