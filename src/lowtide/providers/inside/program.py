@@ -67,6 +67,12 @@ def serve_line(architecture: str, name: str) -> str:
     return f"{_written(architecture, path)}&&exec {path} serve {name} own"
 
 
+def text_line(architecture: str, name: str) -> str:
+    """As `serve_line`, for a channel of text that may be opened anew: each try has a file of its own."""
+    path = f"/tmp/.lowtide-{name}-$$"  # noqa: S108 - gone when the program runs
+    return f"{_written(architecture, path)}&&exec {path} serve {name} text own"
+
+
 def place_line(architecture: str, directory: str) -> str:
     """Put it into a new directory, for root to say: the user who executes it can neither read nor replace it."""
     return f"mkdir -m 711 {directory}&&{_written(architecture, f'{directory}/inside')}"
@@ -76,14 +82,3 @@ def _written(architecture: str, path: str) -> str:
     """Not packed: another process to unpack it costs more than 16 kB on the way, which need no more round trips."""
     text = base64.b64encode(program(architecture)).decode("ascii")
     return f"echo {text}|base64 -d >{path}&&chmod 111 {path}"
-
-
-def short_line(architecture: str, name: str) -> str:
-    """Bring it in and become the server `name`, in text, and leave no file: with two processes in place of five, and no
-    gzip, for who waits for it."""
-    text = base64.b64encode(program(architecture)).decode("ascii")
-    path = f".lowtide-{name}-$$"
-    return (
-        f'p="${{TMPDIR:-/tmp}}/{path}"; base64 -d >"$p" <<. && chmod 111 "$p" && exec "$p" serve {name} text own\n'
-        f"{text}\n.\n"
-    )

@@ -49,7 +49,7 @@ class Door:
 
     def command(self) -> str:
         """Brings the program in where it is not there yet, and becomes it. The key is not in it."""
-        line = program.short_line(self.architecture, self.name)
+        line = program.text_line(self.architecture, self.name)
         if self.working_dir is None:
             return line
         place = shlex.quote(self.working_dir)
