@@ -391,7 +391,8 @@ for p in /proc/[0-9]*; do
   for f in environ maps mem auxv; do head -c 1 $p/$f >/dev/null 2>&1 && read=$((read+1)); done
   ls $p/fd >/dev/null 2>&1 && read=$((read+1))
 done
-echo $((seen > 1)) $read $(ls -A /tmp)
+while ls -A /tmp | grep -q lowtide; do sleep 0.05; done # it goes while the command runs
+echo $((seen > 1)) $read
 """
 
 
