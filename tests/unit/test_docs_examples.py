@@ -18,6 +18,7 @@ import lowtide
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = (
     "api.md",
+    "integrations/mcp.md",
     "local.md",
     "migrate-from-cwsandbox.md",
     "network.md",

@@ -25,6 +25,7 @@ COMMANDS = {
     "cp": "Copy files or directories into or out of a sandbox.",
     "image": "Import, pull, list and remove images of the local provider.",
     "snapshot": "List and remove snapshots of sandboxes.",
+    "mcp": "Serve sandboxes as tools to an MCP client.",
     "emulate": "Serve providers' own protocols on this machine (e2b, daytona, runloop, coreweave, modal).",
     "sweep": "Find orphans and end those that may be ended.",
     "adopt": "Keep a sandbox alive beyond its owner, until a time.",

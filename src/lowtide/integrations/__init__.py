@@ -1,0 +1,1 @@
+"""Integrations: lowtide as the sandbox of agent frameworks. One module and one extra each; none is loaded unless used."""

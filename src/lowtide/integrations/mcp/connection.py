@@ -1,0 +1,106 @@
+"""One client's connection: the sandboxes it made, the one that is meant where none is named, and their one end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lowtide.errors import LowtideError, SandboxGone, ValidationError
+from lowtide.sandbox import Sandbox
+from lowtide.session import Session
+
+log = logging.getLogger("lowtide.mcp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What whoever starts the server allows its clients."""
+
+    sandboxes: int = 8
+    """At once, for each connection."""
+    timeout_seconds: float = 120.0
+    """For a command that asks for no other."""
+    max_timeout_seconds: float = 3600.0
+    output_bytes: int = 64 << 10
+    """Of each stream, passed on to the client; what is left out is counted."""
+    collected_bytes: int = 32 << 20
+    """Of each stream, before the command is ended."""
+
+
+@dataclass(slots=True)
+class Connection:
+    """Made when the client comes, closed when it has gone."""
+
+    defaults: Mapping[str, Any]
+    bounds: Bounds
+    _session: Session = field(init=False)
+    _made: dict[str, Sandbox] = field(default_factory=dict)
+    _implicit: Sandbox | None = None
+    _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        self._session = Session(dict(self.defaults))
+
+    async def sandbox(self, named: str | None) -> tuple[str, Sandbox]:
+        """The one with that id, or the implicit one, which is made by the first call that needs it."""
+        if named is not None:
+            found = self._made.get(named)
+            if found is None:
+                raise ValidationError(
+                    f"this connection has no sandbox {named!r}; sandbox_list shows those it has",
+                    argument="sandbox",
+                )
+            return named, found
+        async with self._starting:
+            if self._implicit is None:
+                self._implicit = (await self._create({}))[1]
+            implicit = self._implicit
+        assert implicit.sandbox_id is not None
+        return implicit.sandbox_id, implicit
+
+    async def create(self, options: Mapping[str, Any]) -> tuple[str, Sandbox]:
+        async with self._starting:
+            return await self._create(options)
+
+    async def end(self, named: str | None) -> tuple[str, Any]:
+        """End one of them; without a name the implicit one, which is made anew when it is needed again."""
+        sandbox = self._implicit if named is None else self._made.get(named)
+        if sandbox is None:
+            what = "no implicit sandbox yet" if named is None else f"no sandbox {named!r}"
+            raise ValidationError(f"this connection has {what}", argument="sandbox")
+        report = await sandbox.stop()
+        self.forget(sandbox)
+        return str(sandbox.sandbox_id), report
+
+    def forget(self, sandbox: Sandbox) -> None:
+        """It is gone: a call that names none gets a new one."""
+        self._made.pop(str(sandbox.sandbox_id), None)
+        if sandbox is self._implicit:
+            self._implicit = None
+
+    def all(self) -> list[tuple[str, Sandbox, bool]]:
+        return [(name, sandbox, sandbox is self._implicit) for name, sandbox in self._made.items()]
+
+    async def close(self) -> None:
+        """End everything. What cannot be ended now stays in the ledger, and is tried again by whoever comes next."""
+        try:
+            await self._session.close()
+        except LowtideError as error:
+            log.warning("at the end of a connection: %s", error)
+
+    async def _create(self, options: Mapping[str, Any]) -> tuple[str, Sandbox]:
+        if len(self._made) >= self.bounds.sandboxes:
+            raise ValidationError(
+                f"this connection has {len(self._made)} sandboxes, and more are not allowed: end one with sandbox_end",
+                argument="sandbox",
+            )
+        sandbox = self._session.sandbox(**options)
+        await sandbox
+        name = sandbox.sandbox_id
+        if name is None:
+            raise SandboxGone("it was ended while it started", provider=sandbox.provider)
+        self._made[name] = sandbox
+        return name, sandbox

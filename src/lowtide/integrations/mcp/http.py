@@ -1,0 +1,159 @@
+"""The server over streamable HTTP on loopback: a token for all, a connection for each client, an end when it is gone.
+
+HTTP has no end of a connection that a killed client could not help. What tells of it: DELETE of the session; the
+client's open event stream, once it had one, breaking off; and for those that never open one, silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from mcp.server.mcpserver import Context, MCPServer
+
+from lowtide.integrations.mcp.connection import Bounds, Connection
+from lowtide.integrations.mcp.server import make_server
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+log = logging.getLogger("lowtide.mcp")
+
+SESSION_HEADER = b"mcp-session-id"
+SESSIONLESS = ""
+"""The connection of clients whose protocol (2026-07-28) has no sessions: they share one."""
+RECONNECT_SECONDS = 10.0
+"""How long a client whose event stream broke off has to come back."""
+_LOOK_SECONDS = 0.5
+
+
+@dataclass(slots=True)
+class _Client:
+    """What is known of one client: its sandboxes, and the signs that it lives."""
+
+    connection: Connection
+    open_requests: int = 0
+    had_stream: bool = False
+    quiet_since: float = field(default_factory=time.monotonic)
+
+    def gone(self, idle_seconds: float) -> bool:
+        patience = min(RECONNECT_SECONDS, idle_seconds) if self.had_stream else idle_seconds
+        return self.open_requests == 0 and time.monotonic() - self.quiet_since >= patience
+
+
+class Clients:
+    """Every client of one server, by its session id; an ASGI application around the server's own."""
+
+    def __init__(
+        self, defaults: Mapping[str, Any], bounds: Bounds, *, token: str, idle_seconds: float
+    ) -> None:
+        self._defaults, self._bounds, self._idle_seconds = defaults, bounds, idle_seconds
+        self._token = token.encode()
+        self._clients: dict[str, _Client] = {}
+        self._server = make_server(self._connection_of, self._life)
+        self._app = self._server.streamable_http_app(session_idle_timeout=idle_seconds)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        if not self._is_allowed(headers.get(b"authorization", b"")):
+            await _refuse(send)
+            return
+        if scope.get("path") != "/mcp":
+            await self._app(scope, receive, send)
+            return
+        name = headers.get(SESSION_HEADER, b"").decode("latin-1")
+        status = 0
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        known = name in self._clients
+        client = self._client(name)
+        client.open_requests += 1
+        client.had_stream |= scope["method"] == "GET"
+        try:
+            await self._app(scope, receive, watch)
+        finally:
+            client.open_requests -= 1
+            client.quiet_since = time.monotonic()
+            if status == 404 and not known:  # a session that the server does not know
+                self._clients.pop(name, None)
+        if scope["method"] == "DELETE" and status < 400:
+            await self._end(name)
+
+    def _connection_of(self, ctx: Context[Any, Any]) -> Connection:
+        return self._client((ctx.headers or {}).get(SESSION_HEADER.decode(), SESSIONLESS)).connection
+
+    def _client(self, name: str) -> _Client:
+        if name not in self._clients:
+            self._clients[name] = _Client(Connection(self._defaults, self._bounds))
+        return self._clients[name]
+
+    def _is_allowed(self, said: bytes) -> bool:
+        kind, _, token = said.partition(b" ")
+        return kind.lower() == b"bearer" and hmac.compare_digest(token.strip(), self._token)
+
+    @contextlib.asynccontextmanager
+    async def _life(self, _: MCPServer[None]) -> AsyncIterator[None]:
+        looking = asyncio.create_task(self._look())
+        try:
+            yield
+        finally:
+            looking.cancel()
+            await asyncio.gather(*(self._end(name) for name in list(self._clients)), return_exceptions=True)
+
+    async def _look(self) -> None:
+        """End the connections of those that have gone."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            for name in [name for name, one in self._clients.items() if one.gone(self._idle_seconds)]:
+                log.info("a client has gone; its sandboxes end")
+                await self._end(name)
+
+    async def _end(self, name: str) -> None:
+        client = self._clients.pop(name, None)
+        if client is not None:
+            await client.connection.close()
+
+
+def serve_http(
+    defaults: Mapping[str, Any],
+    bounds: Bounds,
+    *,
+    port: int,
+    token: str,
+    idle_seconds: float,
+    ready: Callable[[str], None],
+) -> None:
+    """Until it is told to end. On loopback only: whoever may call this may run things here."""
+    clients = Clients(defaults, bounds, token=token, idle_seconds=idle_seconds)
+    with socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("127.0.0.1", port))
+        listening.listen()
+        ready(f"http://127.0.0.1:{listening.getsockname()[1]}/mcp")
+        config = uvicorn.Config(clients, log_level="warning", timeout_graceful_shutdown=2, access_log=False)
+        uvicorn.Server(config).run(sockets=[listening])
+
+
+async def _refuse(send: Send) -> None:
+    body = b'{"error": "the Authorization header must be: Bearer TOKEN; lowtide mcp --print-config shows it"}'
+    headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
+    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,1 @@
+"""Agent frameworks, MCP: lowtide as their sandbox."""
