@@ -168,6 +168,7 @@ class HeldSandbox:
         failed: bool = False,
         snapshot_on_stop: bool = False,
         force: bool = False,
+        keep_it: bool = False,
     ) -> EndReport:
         """End it, also while it is still being created. Never raises for gone; FAILED says why and may be tried again.
 
@@ -195,6 +196,7 @@ class HeldSandbox:
                 failed=failed,
                 snapshot_on_stop=snapshot_on_stop,
                 force=force or (self._found and self.lease.state is LeaseState.KEPT),
+                keep_it=keep_it,
                 claim=Claim.UNOWNED if self._found else Claim.OWN,
             )
             starting = self._starting

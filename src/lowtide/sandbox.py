@@ -262,20 +262,28 @@ class Sandbox(SandboxFiles):
         snapshot_on_stop: bool = False,
         graceful_shutdown_seconds: float = 10.0,
         missing_ok: bool = False,
+        keep: bool = False,
     ) -> Operation[EndReport]:
         """End it and everything it holds; the report says what happened.
 
         Any number of times, from any thread. One that is already gone is no error (`missing_ok` is
-        accepted for those used to it). When it cannot be ended the error is raised, the lease stays in
+        accepted for those used to it). `keep`: leave it running for its ``keep_for_seconds`` after all, whatever
+        policy it was made with. When it cannot be ended the error is raised, the lease stays in
         the ledger and is tried again; so may you. What another process owns (adopted, or the parent's
         of a forked child), was released or is kept is left, and the report says so; `delete` ends that.
         """
         if self._life.inherited:
             return Operation.over(self._life.left_to_parent())
+        if keep and snapshot_on_stop:
+            raise validate.wrong(
+                "keep", "leaves it running, so snapshot() it before, without snapshot_on_stop"
+            )
         if snapshot_on_stop and self._life.begun:
             self._require("SNAPSHOT", "snapshot_on_stop")
         return Operation.start(
-            self._end(grace_seconds=graceful_shutdown_seconds, snapshot_on_stop=snapshot_on_stop)
+            self._end(
+                grace_seconds=graceful_shutdown_seconds, snapshot_on_stop=snapshot_on_stop, keep_it=keep
+            )
         )
 
     async def _end(self, **how: Any) -> EndReport:

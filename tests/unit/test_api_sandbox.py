@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from lowtide import Sandbox, SandboxError, SandboxFileError, SandboxGone, SandboxState, results
+from lowtide import (
+    Sandbox,
+    SandboxError,
+    SandboxFileError,
+    SandboxGone,
+    SandboxState,
+    ValidationError,
+    results,
+)
 from lowtide.testing import FaultyService
 
 
@@ -181,3 +189,22 @@ def test_many_sandboxes_start_and_stop_in_parallel() -> None:
     results([box.start() for box in boxes])
     assert [r.stdout for r in results([box.exec(["echo", "x"]) for box in boxes])] == ["x\n"] * 10
     results([box.stop() for box in boxes])
+
+
+def test_the_decision_to_keep_it_can_be_made_at_its_end() -> None:
+    box = Sandbox.run(provider="local", keep_for_seconds=60)
+    sandbox_id = box.sandbox_id
+    assert sandbox_id is not None
+    try:
+        report = box.stop(keep=True).result()
+        assert (report.outcome, report.why, box.kept_until is not None) == (
+            "kept",
+            "kept on request",
+            True,
+        )
+        again = Sandbox.from_id(sandbox_id, provider="local").result()
+        assert again.exec(["echo", "still here"]).result().stdout == "still here\n"
+        with pytest.raises(ValidationError):
+            box.stop(keep=True, snapshot_on_stop=True)
+    finally:
+        Sandbox.delete(sandbox_id, missing_ok=True).result()

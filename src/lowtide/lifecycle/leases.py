@@ -215,12 +215,14 @@ class Lifecycle:
         snapshot_on_stop: bool = False,
         deadline_seconds: float | None = None,
         force: bool = False,
+        keep_it: bool = False,
         claim: Claim = Claim.OWN,
     ) -> EndReport:
         """End a lease: idempotent, shared by concurrent callers, bounded, silent when already gone.
 
         `claim` says which leases may be ended at all: any other is left, and the report says whose it is.
-        `failed` is what `keep="on-failure"` looks at; `force` ends it whatever the keep policy says.
+        `failed` is what `keep="on-failure"` looks at; `force` ends it whatever the keep policy says,
+        `keep_it` keeps it whatever that says.
         """
         if deadline_seconds is None:
             deadline_seconds = float(os.environ.get("LOWTIDE_END_SECONDS", END_SECONDS))
@@ -233,11 +235,12 @@ class Lifecycle:
         elif claim is Claim.UNOWNED:
             claim = Claim.OWN
         if held.ending is None or (held.ending.done() and not held.over):
-            decision = (
-                Decision(Fate.DESTROY, "ended on request")
-                if force or snapshot_on_stop
-                else keep.decide(held.lease, failed=failed)
-            )
+            if keep_it:
+                decision = Decision(Fate.KEEP, "kept on request")
+            elif force or snapshot_on_stop:
+                decision = Decision(Fate.DESTROY, "ended on request")
+            else:
+                decision = keep.decide(held.lease, failed=failed)
             self._start_end(
                 held,
                 decision,
