@@ -262,13 +262,14 @@ class Sandbox(SandboxFiles):
         snapshot_on_stop: bool = False,
         graceful_shutdown_seconds: float = 10.0,
         missing_ok: bool = False,
+        failed: bool = False,
         keep: bool = False,
     ) -> Operation[EndReport]:
         """End it and everything it holds; the report says what happened.
 
         Any number of times, from any thread. One that is already gone is no error (`missing_ok` is
-        accepted for those used to it). `keep`: leave it running for its ``keep_for_seconds`` after all, whatever
-        policy it was made with. When it cannot be ended the error is raised, the lease stays in
+        accepted for those used to it). `failed` is what ``keep="on-failure"`` looks at, as an error that leaves a
+        ``with`` block is; `keep`: leave it running for its ``keep_for_seconds``, whatever policy it has. When it cannot be ended the error is raised, the lease stays in
         the ledger and is tried again; so may you. What another process owns (adopted, or the parent's
         of a forked child), was released or is kept is left, and the report says so; `delete` ends that.
         """
@@ -282,7 +283,10 @@ class Sandbox(SandboxFiles):
             self._require("SNAPSHOT", "snapshot_on_stop")
         return Operation.start(
             self._end(
-                grace_seconds=graceful_shutdown_seconds, snapshot_on_stop=snapshot_on_stop, keep_it=keep
+                grace_seconds=graceful_shutdown_seconds,
+                snapshot_on_stop=snapshot_on_stop,
+                failed=failed,
+                keep_it=keep,
             )
         )
 

@@ -232,7 +232,8 @@ class ProcessHandle(Protocol):
     """A running command, as the provider sees it.
 
     A command that cannot be started counts as a shell counts it: exit code 127 (not found) or 126
-    (not executable) and a line on stderr. A signal's exit code is 128 + n.
+    (not executable) and a line on stderr. A signal's exit code is 128 + n. A user that the sandbox does
+    not know is no exit code: ValidationError, with the argument ``user``.
     """
 
     def output(self) -> AsyncIterator[tuple[int, bytes]]:

@@ -11,7 +11,13 @@ import struct
 import termios
 from collections.abc import AsyncIterator
 
-from lowtide.errors import ResourceExhaustedError, SandboxFailedError, SandboxGone, SandboxUnavailableError
+from lowtide.errors import (
+    ResourceExhaustedError,
+    SandboxFailedError,
+    SandboxGone,
+    SandboxUnavailableError,
+    ValidationError,
+)
 from lowtide.providers.base import STDERR, STDOUT, TerminalSize
 from lowtide.providers.local.sandbox_directory import ProcessMark
 from lowtide.providers.local.spawner_client import CommandStarter, Message, Reply, SpawnerClient
@@ -89,6 +95,15 @@ class LocalProcess:
         if "tty" in message:
             self.take_terminal(fds[0])
             self._wake.set()
+        elif "no_user" in message:
+            self._exit.set_exception(
+                ValidationError(
+                    f"the sandbox knows no user {message['no_user']}",
+                    argument="user",
+                    provider="local",
+                    sandbox_id=self._sandbox_id,
+                )
+            )
         elif "errno" in message:
             self._exit.set_exception(entry_error(message, self._inner, self._sandbox_id))
         elif "exit" in message:

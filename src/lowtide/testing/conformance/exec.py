@@ -128,6 +128,13 @@ class ExecConformance(Conformance):
             pytest.skip(f"refused clearly: {result.stderr.strip()}")
         assert result.stdout == "1000\n"
 
+    @requires(Capability.USER)
+    def test_no_such_user_is_an_error_and_a_file_that_cannot_be_executed_is_126(self, box: Sandbox) -> None:
+        with pytest.raises(ValidationError) as caught:
+            box.exec(["id"], user="no-such-user").result(ANSWER_SECONDS)
+        assert caught.value.argument == "user"
+        assert box.exec(["/etc/passwd"]).result(ANSWER_SECONDS).returncode == 126
+
     def test_timeout_ends_the_whole_tree_and_keeps_what_was_printed(
         self, box: Sandbox, provider_under_test: ProviderUnderTest
     ) -> None:

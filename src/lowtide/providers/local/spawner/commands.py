@@ -86,6 +86,8 @@ def run_command(message: Message, fds: Fds) -> None:
         wear(message["mark"])
         default_signals()
         execute(message["argv"], {os.fsencode(k): os.fsencode(v) for k, v in environment.items()})
+    except NoSuchUser:
+        send(fds[0], {"no_user": message["user"]})
     except BaseException as error:
         if (
             isinstance(error, OSError)
@@ -146,6 +148,10 @@ def terminal(size: list[int], reply: int) -> Fds:
     return [slave, slave, slave]
 
 
+class NoSuchUser(Exception):
+    """Not in the sandbox's own /etc/passwd: an error of whoever asked, and no exit code of the command's."""
+
+
 def look_up_user(name: str) -> tuple[int, int, str | None]:
     """By the sandbox's own /etc/passwd: name, uid, or uid:gid."""
     user, _, group = name.partition(":")
@@ -160,7 +166,7 @@ def look_up_user(name: str) -> tuple[int, int, str | None]:
             return checked(int(fields[2])), checked(int(group if group.isdigit() else fields[3])), fields[5]
     if user.isdigit():
         return checked(int(user)), checked(int(group) if group.isdigit() else int(user)), None
-    raise PermissionError(errno.EPERM, "no such user in the sandbox", name)
+    raise NoSuchUser(name)
 
 
 def checked(number: int) -> int:
