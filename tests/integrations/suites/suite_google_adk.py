@@ -1,0 +1,50 @@
+"""Google ADK: its environment protocol, its page, and a kill -9 in the middle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.integrations.suites.kills import READY, killed_in_the_middle, page_runs
+
+from conftest import PROVIDER
+from lowtide.integrations.google_adk import LowtideEnvironment
+
+pytestmark = pytest.mark.asyncio
+
+
+async def test_commands_files_time_limit_and_end() -> None:
+    environment = LowtideEnvironment(provider=PROVIDER)
+    await environment.initialize()
+    await environment.initialize()
+    try:
+        done = await environment.execute("pwd; echo err >&2; exit 3")
+        assert (done.exit_code, done.stdout, done.stderr) == (3, f"{environment.working_dir}\n", "err\n")
+        late = await environment.execute("echo so far; sleep 1000", timeout=1)
+        assert (late.timed_out, late.stdout) == (True, "so far\n")
+        await environment.write_file(Path("d/f"), "text")
+        assert await environment.read_file(environment.working_dir / "d/f") == b"text"
+        with pytest.raises(FileNotFoundError):
+            await environment.read_file(Path("nowhere"))
+    finally:
+        await environment.close()
+        await environment.close()
+
+
+async def test_the_page_runs(tmp_path: Path) -> None:
+    page_runs("google-adk", tmp_path)
+
+
+async def test_kill_dash_nine_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
+    killed_in_the_middle(
+        f"""
+        import asyncio
+        from lowtide.integrations.google_adk import LowtideEnvironment
+        async def main():
+            environment = LowtideEnvironment()
+            await environment.initialize()
+            await environment.execute({READY!r})
+        asyncio.run(main())
+        """,
+        tmp_path,
+    )
