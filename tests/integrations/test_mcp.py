@@ -169,6 +169,8 @@ async def test_more_sandboxes_up_to_a_bound_and_none_of_anybody_else() -> None:
         assert "sandbox_end" in await refused(client, "sandbox_create")
         assert "no sandbox" in await refused(client, "run_command", command="true", sandbox=others.sandbox_id)
         assert "no sandbox" in await refused(client, "sandbox_end", sandbox=others.sandbox_id)
+        for directory in ("/", "/root", "./here", "~", " "):  # of this machine
+            assert "no directory" in await refused(client, "sandbox_create", image=directory)
         ended = await call(client, "sandbox_end", sandbox=made["sandbox"])
         assert ended["outcome"] == "destroyed"
         await call(client, "sandbox_create")

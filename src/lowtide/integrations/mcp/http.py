@@ -124,7 +124,10 @@ class Clients:
             await asyncio.sleep(_LOOK_SECONDS)
             for name in [name for name, one in self._clients.items() if one.gone(self._idle_seconds)]:
                 log.info("a client has gone; its sandboxes end")
-                await self._end(name)
+                try:
+                    await self._end(name)
+                except Exception:  # whatever it is, the others' ends must go on being looked after
+                    log.exception("at the end of a connection")
 
     async def _end(self, name: str) -> None:
         client = self._clients.pop(name, None)

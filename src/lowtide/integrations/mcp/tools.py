@@ -133,6 +133,7 @@ def add_tools(server: MCPServer[Any], connection_of: Callable[[Context[Any, Any]
         working_dir: Annotated[str | None, Field(description="Absolute; commands start in it.")] = None,
     ) -> answers.SandboxAnswer:
         """Make one more sandbox, for when one is not enough. It ends with this connection."""
+        _refuse_directory(image)
         options = {"container_image": image, "environment_variables": env, "working_dir": working_dir}
         given = {key: value for key, value in options.items() if value is not None}
         name, box = await connection_of(ctx).create(given)
@@ -347,6 +348,12 @@ def _bytes(content: str, encoding: str) -> bytes:
         return base64.b64decode(content, validate=True)
     except ValueError as error:
         raise ValidationError(f"content is no base64: {error}", argument="content") from error
+
+
+def _refuse_directory(image: str | None) -> None:
+    """A local sandbox can run on a directory of this machine: that is for who starts the server to say, not for a client."""
+    if image is not None and (image[:1] in "/.~" or "\\" in image or not image.strip()):
+        raise ValidationError("image must be an image's name, and no directory", argument="image")
 
 
 def _shown(name: str, box: Sandbox, *, implicit: bool) -> answers.SandboxAnswer:
