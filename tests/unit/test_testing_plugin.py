@@ -40,9 +40,72 @@ def run_pytest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
 def test_a_sandbox_left_at_the_end_fails_the_run_and_names_the_test(run_pytest, arguments) -> None:  # type: ignore[no-untyped-def]
     done = run_pytest(LEAKS, *arguments)
     assert done.returncode == 1, done.stdout
-    assert "2 passed" in done.stdout
+    assert "2 passed, 1 error" in done.stdout
+    assert "ERROR test_it.py::test_forgets_one - Failed: lowtide: left behind by" in done.stdout
     assert "sandboxes left by this run" in done.stdout
     assert "made during test_it.py::test_forgets_one" in done.stdout
+
+
+def test_only_the_run_fails_where_that_is_said(run_pytest) -> None:  # type: ignore[no-untyped-def]
+    done = run_pytest(LEAKS, ini="lowtide_leaks = run")
+    assert done.returncode == 1, done.stdout
+    assert "2 passed in" in done.stdout
+    assert "made during test_it.py::test_forgets_one" in done.stdout
+
+
+def test_what_a_wider_fixture_holds_and_what_ends_by_itself_is_nobodys_leak(run_pytest) -> None:  # type: ignore[no-untyped-def]
+    done = run_pytest(
+        """
+import pytest
+from lowtide import Sandbox, Session
+@pytest.fixture(scope="module")
+def shared():
+    with Sandbox.run(provider="local") as box:
+        yield box
+@pytest.fixture(scope="module")
+def group():
+    with Session(provider="local") as session:
+        yield session
+def test_first(shared):
+    assert shared.exec(["echo", "hi"]).result(60).stdout == "hi\\n"
+def test_made_late_in_a_session_of_the_module(group):
+    group.sandbox().wait(60)
+def test_its_end_is_under_way():
+    Sandbox.run(provider="local").stop()
+"""
+    )
+    assert done.returncode == 0, done.stdout
+    assert "3 passed in" in done.stdout
+
+
+def test_options_are_overridden_in_a_conftest_and_both_names_are_one_sandbox(run_pytest) -> None:  # type: ignore[no-untyped-def]
+    done = run_pytest(
+        """
+import pytest
+@pytest.fixture
+def lowtide_options():
+    return {"provider": "local", "environment_variables": {"WORD": "overridden"}}
+def test_it(sandbox, lowtide_sandbox):
+    assert sandbox is lowtide_sandbox
+    assert sandbox.exec(["sh", "-c", "echo $WORD"]).result(60).stdout == "overridden\\n"
+"""
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_emulators_serve_for_the_run_and_are_found_by_the_environment(run_pytest) -> None:  # type: ignore[no-untyped-def]
+    pytest.importorskip("e2b")
+    done = run_pytest(
+        """
+import os
+def test_it(emulators):
+    assert os.environ["E2B_API_KEY"]
+    from lowtide import Sandbox
+    with Sandbox.run(provider="e2b") as box:
+        assert box.exec(["echo", "hi"]).result(60).stdout == "hi\\n"
+"""
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def test_leaks_can_be_a_warning_or_nothing(run_pytest) -> None:  # type: ignore[no-untyped-def]

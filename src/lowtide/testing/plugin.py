@@ -1,28 +1,32 @@
-"""The pytest plugin: a sandbox as a fixture, and a check at the end of the run that none was left.
+"""The pytest plugin: sandboxes and emulators as fixtures, and a test that leaves a sandbox behind fails and names it.
 
 Installed with lowtide and found by its entry point. A run that uses no sandbox pays for one small
 import and nothing else.
 
-* ``sandbox``: a fresh sandbox for one test. ``@pytest.mark.sandbox(container_image=..., ...)`` gives
-  its create keywords. With ``keep="on-failure"`` (or ``LOWTIDE_KEEP=on-failure``) the sandbox of a
+* ``sandbox`` (also ``lowtide_sandbox``): a fresh sandbox for one test. ``@pytest.mark.sandbox(container_image=..., ...)``
+  gives its create keywords. With ``keep="on-failure"`` (or ``LOWTIDE_KEEP=on-failure``) the sandbox of a
   failed test is kept and announced.
 * ``lowtide_session``: a session for one test, closed with it.
-* The leak check: what this process made and did not end by the end of the run is listed with the
-  test during which it was made, and fails the run. ``lowtide_leaks = warn`` or ``off`` in the pytest
-  configuration changes that. The sandboxes themselves are ended by lowtide's exit hook either way.
+* ``emulators``: providers' own protocols served on this machine for the length of the run, and this process's
+  environment pointing at them.
+* To be overridden in a conftest.py: ``lowtide_options`` (create keywords of all sandboxes), ``lowtide_emulator_names``.
+* The leak check: a sandbox that a test made and that is still there after its fixtures have ended is an error
+  of that test. What is left at the end of the run fails the run. ``lowtide_leaks = run`` checks only then, ``warn`` only
+  tells, ``off`` is silent. The sandboxes themselves are ended by lowtide's exit hook either way.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from lowtide import Sandbox, Session
+    from lowtide.emulators.handle import Handle
 
 # The suite's assertions explain themselves in somebody else's test run as they do here.
 pytest.register_assert_rewrite("lowtide.testing.conformance")
@@ -30,6 +34,14 @@ pytest.register_assert_rewrite("lowtide.testing.conformance")
 _failure = pytest.StashKey[BaseException]()
 _starts = pytest.StashKey[list[tuple[float, str]]]()
 _leaks = pytest.StashKey[list[str]]()
+_wider = pytest.StashKey[set[str]]()
+"""Leases made while a fixture of a wider scope than one test was set up."""
+_set_ups = pytest.StashKey[list[tuple[float, float]]]()
+"""When such fixtures were set up: sessions made then are theirs, whenever their sandboxes start."""
+
+_MODES = ("error", "run", "warn", "off")
+_ENDING_SECONDS = 10.0
+"""How long an end that is under way when a test is over may take."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addini(
         "lowtide_leaks",
-        "what sandboxes left at the end of the run do: error (default), warn, off",
+        "sandboxes left behind: error (default: the test's, and the run's), run (only the run's), warn, off",
         default="error",
     )
 
@@ -61,17 +73,25 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which is not here")
     config.stash[_starts] = []
     config.stash[_leaks] = []
-    if config.getini("lowtide_leaks") not in ("error", "warn", "off"):
-        raise pytest.UsageError("lowtide_leaks must be error, warn or off")
+    config.stash[_wider] = set()
+    config.stash[_set_ups] = []
+    if config.getini("lowtide_leaks") not in _MODES:
+        raise pytest.UsageError(f"lowtide_leaks must be one of {', '.join(_MODES)}")
 
 
 @pytest.fixture
-def lowtide_session(request: pytest.FixtureRequest) -> Iterator[Session]:
+def lowtide_options() -> Mapping[str, Any]:
+    """Create keywords of every sandbox of a test: override it in a conftest.py, a module or a class."""
+    return {}
+
+
+@pytest.fixture
+def lowtide_session(request: pytest.FixtureRequest, lowtide_options: Mapping[str, Any]) -> Iterator[Session]:
     """A `lowtide.Session` for one test. Its sandboxes end with the test."""
     from lowtide import Session
 
     provider = request.config.getoption("lowtide_provider")
-    session = Session({"provider": provider} if provider else None)
+    session = Session({**lowtide_options, **({"provider": provider} if provider else {})})
     session.__enter__()
     try:
         yield session
@@ -82,12 +102,68 @@ def lowtide_session(request: pytest.FixtureRequest) -> Iterator[Session]:
 
 
 @pytest.fixture
-def sandbox(request: pytest.FixtureRequest, lowtide_session: Session) -> Sandbox:
+def lowtide_sandbox(request: pytest.FixtureRequest, lowtide_session: Session) -> Sandbox:
     """A fresh sandbox for one test, usable from sync and async code."""
     keywords: dict[str, Any] = {}
     for mark in reversed(list(request.node.iter_markers("sandbox"))):
         keywords.update(mark.kwargs)
     return lowtide_session.sandbox(**keywords)
+
+
+@pytest.fixture
+def sandbox(lowtide_sandbox: Sandbox) -> Sandbox:
+    """`lowtide_sandbox` by the name people type first; other suites have fixtures of that name, too."""
+    return lowtide_sandbox
+
+
+@pytest.fixture(scope="session")
+def lowtide_emulator_names() -> tuple[str, ...]:
+    """Which emulators `emulators` serves: override it in a conftest.py."""
+    return ("e2b",)
+
+
+@pytest.fixture(scope="session")
+def emulators(lowtide_emulator_names: tuple[str, ...]) -> Iterator[Handle]:
+    """The emulators, and this process's environment pointing at them. Each xdist worker has its own."""
+    from lowtide.testing.emulator_fixture import emulator
+
+    with emulator(*lowtide_emulator_names, plain=True, set_environment=True) as handle:
+        yield handle
+        from lowtide import engine
+
+        if engine.started():  # connections to what ends now
+            from lowtide.providers import registry
+
+            engine.engine().run(registry.aclose(), timeout=60.0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> Generator[None, object, object]:
+    """What a fixture of a wider scope makes is not its first test's."""
+    if fixturedef.scope == "function":
+        return (yield)
+    before, began = set(_held()), time.time()
+    try:
+        return (yield)
+    finally:
+        request.config.stash[_wider] |= set(_held()) - before
+        request.config.stash[_set_ups].append((began, time.time()))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    yield
+    if item.config.getini("lowtide_leaks") != "error":
+        return
+    if left := _left_by_test(item.config):
+        item.config.stash[_wider] |= set(left)  # said once
+        pytest.fail(
+            f"lowtide: left behind by {item.nodeid}: {', '.join(left.values())}. "
+            "End it with a `with` block, `stop()` or `Session.close()`",
+            pytrace=False,
+        )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -115,7 +191,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     output = getattr(config, "workeroutput", None)
     if output is not None:  # an xdist worker: its controller reports
         output["lowtide_leaks"] = leaks
-    elif leaks and config.getini("lowtide_leaks") == "error" and session.exitstatus == pytest.ExitCode.OK:
+    elif (
+        leaks
+        and config.getini("lowtide_leaks") in ("error", "run")
+        and session.exitstatus == pytest.ExitCode.OK
+    ):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -157,3 +237,47 @@ def _left_by_this_process(starts: list[tuple[float, str]]) -> list[str]:
         where = f", made during {during[0]}" if during else ""
         lines.append(f"{lease.sandbox_id or lease.lease_id} ({lease.provider}, {lease.state}){where}")
     return lines
+
+
+def _held() -> Mapping[str, Any]:
+    """The leases that this process holds, by id. Asks nothing of a process that never made one."""
+    module = sys.modules.get("lowtide.lifecycle.leases")
+    if module is None:
+        return {}
+    from lowtide.engine import started
+
+    return dict(module.lifecycle().held) if started() else {}
+
+
+def _left_by_test(config: pytest.Config) -> dict[str, str]:
+    """What the last test made and is still there; an end that is under way is waited for.
+
+    What belongs to a session that was there before, or is a wider fixture's, is that session's to end.
+    """
+    started_at, wider = config.stash[_starts][-1][0], config.stash[_wider]
+    set_ups = [(0.0, started_at), *config.stash[_set_ups]]
+    deadline = time.monotonic() + _ENDING_SECONDS
+    while True:
+        left = {}
+        waiting = False
+        for lease_id, held in _held().items():
+            lease = held.lease
+            if lease_id in wider or lease.created_at < started_at or held.over:
+                continue
+            made_at = None if lease.session is None else _made_at(lease.session)
+            if made_at is not None and any(begin - 0.001 <= made_at <= end for begin, end in set_ups):
+                continue
+            waiting |= held.ending is not None
+            left[lease_id] = f"{lease.sandbox_id or lease_id} ({lease.provider})"
+        if not waiting or time.monotonic() > deadline:
+            return left
+        time.sleep(0.02)
+
+
+def _made_at(ulid: str) -> float:
+    """When a session was made, which its id says."""
+    alphabet = "0123456789abcdefghjkmnpqrstvwxyz"
+    value = 0
+    for digit in ulid[:10]:
+        value = value * 32 + alphabet.index(digit)
+    return value / 1000
