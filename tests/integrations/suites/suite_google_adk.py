@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.integrations.suites.kills import READY, killed_in_the_middle, page_runs
 
-from conftest import PROVIDER
 from lowtide.integrations.google_adk import LowtideEnvironment
+from tests.integrations.suites.kills import READY, killed_in_the_middle, page_runs
+from tests.integrations.suites.own_home import PROVIDER
 
 pytestmark = pytest.mark.asyncio
 

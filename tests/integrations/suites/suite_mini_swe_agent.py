@@ -9,10 +9,10 @@ from minisweagent.agents.default import DefaultAgent
 from minisweagent.environments import get_environment
 from minisweagent.exceptions import Submitted
 from minisweagent.models.test_models import DeterministicModel, make_output
-from tests.integrations.suites.kills import READY, killed_in_the_middle, page_runs
 
-from conftest import PROVIDER
 from lowtide.integrations.mini_swe_agent import LowtideEnvironment
+from tests.integrations.suites.kills import READY, killed_in_the_middle, page_runs
+from tests.integrations.suites.own_home import PROVIDER
 
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; cat /tmp/answer"
 PROMPTS = {"system_template": "You are a helpful assistant.", "instance_template": "{{task}}"}

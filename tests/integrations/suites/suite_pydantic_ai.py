@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from conftest import PROVIDER
 from pydantic_ai import Agent, RunContext
 from pydantic_ai.messages import ModelMessage, ModelResponse, TextPart, ToolCallPart
 from pydantic_ai.models.function import AgentInfo, FunctionModel
@@ -16,6 +15,7 @@ from pydantic_ai.workspaces.conformance import WorkspaceBackendSuite
 from lowtide import Sandbox
 from lowtide.integrations.pydantic_ai import LowtideBackend, LowtideWorkspaces
 from tests.integrations.suites.kills import READY, killed_in_the_middle, page_runs, shown
+from tests.integrations.suites.own_home import PROVIDER
 
 
 @pytest.fixture

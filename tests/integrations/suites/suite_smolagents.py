@@ -10,10 +10,10 @@ import pytest
 from smolagents import CodeAgent, FinalAnswerTool, Model, Tool
 from smolagents.models import ChatMessage, MessageRole
 from smolagents.utils import AgentError
-from tests.integrations.suites.kills import READY, killed_in_the_middle, page_runs
 
-from conftest import PROVIDER
 from lowtide.integrations.smolagents import LowtideExecutor
+from tests.integrations.suites.kills import READY, killed_in_the_middle, page_runs
+from tests.integrations.suites.own_home import PROVIDER
 
 
 class Scripted(Model):

@@ -1,0 +1,107 @@
+"""Harbor: trials of a small task with its own agents oracle and nop, late keep, its page, and a kill -9 in the middle."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lowtide import Sandbox
+from tests.integrations.suites.kills import READY, killed_in_the_middle, page_runs, shown
+from tests.integrations.suites.own_home import PROVIDER
+
+ENVIRONMENT = "lowtide.integrations.harbor:LowtideEnvironment"
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    place = tmp_path / "task"
+    for name, text in {
+        "task.toml": 'version = "1.0"\n[agent]\ntimeout_sec = 120\n[verifier]\ntimeout_sec = 120\n',
+        "instruction.md": "Write 42 into /tmp/answer.\n",
+        "environment/note.txt": "part of the environment\n",
+        "solution/solve.sh": "#!/bin/bash\necho $((6 * 7)) > /tmp/answer\n",
+        "tests/test.sh": "#!/bin/bash\n"
+        'if [ "$(cat /tmp/answer)" = 42 ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n',
+    }.items():
+        file = place / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        file.chmod(0o755)
+    return place
+
+
+def harbor(task: Path, agent: str, *arguments: str) -> list[float]:
+    """The rewards of a run."""
+    jobs = task.parent / f"jobs-{agent}"
+    command = [
+        str(Path(sys.executable).with_name("harbor")),
+        "run",
+        "-p",
+        str(task),
+        "-a",
+        agent,
+        "-o",
+        str(jobs),
+    ]
+    command += [
+        "--env",
+        ENVIRONMENT,
+        "--ek",
+        f"provider={PROVIDER}",
+        "--ek",
+        "keep_for_seconds=60",
+        *arguments,
+    ]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "HARBOR_TELEMETRY": "0"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rewards = []
+    for result in jobs.glob("*/*/result.json"):
+        trial = json.loads(result.read_text())
+        assert trial["exception_info"] is None, trial["exception_info"]
+        rewards.append(trial["verifier_result"]["rewards"]["reward"])
+    return rewards
+
+
+def test_the_oracle_is_rewarded_and_who_does_nothing_is_not(task: Path) -> None:
+    assert harbor(task, "oracle") == [1.0]
+    assert shown() == []
+    assert harbor(task, "nop") == [0.0]
+    assert shown() == []
+
+
+def test_no_delete_keeps_it(task: Path) -> None:
+    assert harbor(task, "oracle", "--no-delete") == [1.0]
+    (row,) = shown()
+    box = Sandbox.from_id(row["id"], provider=PROVIDER).result()
+    assert box.read_file("/tmp/answer").result() == b"42\n"
+    Sandbox.delete(row["id"], provider=PROVIDER).result()
+
+
+def test_the_page_runs(tmp_path: Path) -> None:
+    page_runs("harbor", tmp_path)
+
+
+def test_kill_dash_nine_in_the_middle_of_a_trial_leaves_nothing(task: Path, tmp_path: Path) -> None:
+    (task / "solution/solve.sh").write_text(f"#!/bin/bash\n{READY}\n")
+    killed_in_the_middle(
+        f"""
+        import os, sys
+        os.environ["HARBOR_TELEMETRY"] = "0"
+        sys.argv = ["harbor", "run", "-p", {str(task)!r}, "-a", "oracle", "--env", {ENVIRONMENT!r}, "-o", "jobs"]
+        from harbor.cli.main import app
+        app()
+        """,
+        tmp_path,
+    )
