@@ -5,6 +5,7 @@ What an image says of itself goes through the same functions as what a user says
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -31,6 +32,22 @@ def text(argument: str, value: Any) -> str:
     return value
 
 
+def content(argument: str, value: Any) -> bytes:
+    if isinstance(value, str):
+        try:
+            return value.encode()
+        except UnicodeEncodeError:
+            refuse(argument, "must not contain half a character, a lone surrogate")
+    if not isinstance(value, bytes | bytearray | memoryview):
+        refuse(argument, f"must be bytes or a string, not {type(value).__name__}")
+    return bytes(value)
+
+
+def path(argument: str, value: Any) -> str:
+    """A path in the sandbox: a string, or what stands for one (`pathlib.PurePosixPath`)."""
+    return text(argument, os.fspath(value) if isinstance(value, os.PathLike) else value)
+
+
 def strings(argument: str, value: Any) -> tuple[str, ...]:
     """A list of strings. A bare string is refused: it would be taken apart into its characters."""
     if isinstance(value, str | bytes):
@@ -55,6 +72,8 @@ def argv(argument: str, value: Any) -> tuple[str, ...]:
             f"must be a list of strings, not one string: no shell takes it apart; "
             f'write ["sh", "-c", {value!r}] for a shell',
         )
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        value = [os.fspath(word) if isinstance(word, os.PathLike) else word for word in value]
     words = strings(argument, value)
     if not words or not words[0]:
         refuse(argument, "must name a program")
@@ -62,10 +81,10 @@ def argv(argument: str, value: Any) -> tuple[str, ...]:
 
 
 def absolute_path(argument: str, value: Any) -> str:
-    path = text(argument, value)
-    if not path.startswith("/"):
-        refuse(argument, f"must be an absolute path, not {path!r}")
-    return path
+    found = path(argument, value)
+    if not found.startswith("/"):
+        refuse(argument, f"must be an absolute path, not {found!r}")
+    return found
 
 
 def environment(argument: str, value: Any) -> dict[str, str]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypedDict, TypeVar
 
 from lowtide import config_file, validate
 from lowtide.errors import ValidationError
@@ -27,52 +28,74 @@ class SandboxOptions(TypedDict, total=False):
     """The keywords of `Sandbox`, `Sandbox.run` and `Session.sandbox`; `SandboxDefaults` says what each means."""
 
     provider: str | Provider | None
-    container_image: str | None
+    container_image: str | PathLike[str] | None
     command: str | Sequence[str] | None
     args: Sequence[str] | None
-    working_dir: str | None
+    working_dir: str | PathLike[str] | None
     environment_variables: Mapping[str, str] | None
     tags: Sequence[str] | None
     resources: Mapping[str, Any] | Limits | None
-    network: str | Sequence[str] | Mapping[str, Any] | Network | None
-    isolation: str | Isolation | None
+    network: Literal["none", "full"] | list[str] | tuple[str, ...] | Mapping[str, Any] | Network | None
+    isolation: Literal["gvisor"] | Isolation | None
     ports: Sequence[int] | None
     max_lifetime_seconds: float | None
-    keep: str | Keep | None
+    keep: Literal["never", "on-failure", "always"] | Keep | None
     keep_for_seconds: float | None
     snapshot: str | None
     provider_options: Mapping[str, Any] | Any | None
     defaults: SandboxDefaults | Mapping[str, Any] | None
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def shows_options(function: F) -> F:
+    """Let `help`, and whoever else asks for its signature, see each keyword of `SandboxOptions`."""
+    import inspect
+
+    shown = inspect.signature(function)
+    kept = [each for each in shown.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_source_text(kind))
+        for name, kind in SandboxOptions.__annotations__.items()
+        if name not in shown.parameters
+    ]
+    function.__signature__ = shown.replace(parameters=[*kept, *options])  # type: ignore[attr-defined]
+    return function
+
+
+def _source_text(annotation: Any) -> str:
+    return str(getattr(annotation, "__forward_arg__", annotation))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SandboxDefaults:
     """What sandboxes are made with. None means: not said here."""
 
     provider: str | Provider | None = None
     """A provider's name, or a connected one. Else LOWTIDE_PROVIDER, else local on Linux, else docker."""
-    container_image: str | None = None
+    container_image: str | PathLike[str] | None = None
     """What the sandbox runs on; None is the provider's own."""
     command: str | Sequence[str] | None = None
     """The main process, or None for one that idles until it is told to end."""
     args: Sequence[str] | None = None
     """What follows `command`."""
-    working_dir: str | None = None
+    working_dir: str | PathLike[str] | None = None
     """Absolute. Commands start in it, and relative paths of files are relative to it."""
     environment_variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tags: Sequence[str] = ()
     """To find sandboxes again: letters, digits, ``. _ -``, at most 59 characters, ending in a letter or digit."""
     resources: Mapping[str, Any] | Limits | None = None
     """``{"limits": {"cpu": "1", "memory": "256Mi", "pids": 64, "disk": "1Gi"}}``; the inner part alone will do."""
-    network: str | Sequence[str] | Mapping[str, Any] | Network | None = None
+    network: Literal["none", "full"] | list[str] | tuple[str, ...] | Mapping[str, Any] | Network | None = None
     """``"none"``, ``"full"`` or ``{"allow": ["example.org", "10.0.0.0/8"]}``; None is the provider's default."""
-    isolation: str | Isolation | None = None
+    isolation: Literal["gvisor"] | Isolation | None = None
     """``"gvisor"``: a kernel of the sandbox's own in front of the machine's; None is the provider's own wall."""
     ports: Sequence[int] | None = None
     """Ports that `Sandbox.url` will be asked for."""
     max_lifetime_seconds: float | None = None
     """A hard end, whatever happens."""
-    keep: str | Keep | None = None
+    keep: Literal["never", "on-failure", "always"] | Keep | None = None
     """``"never"`` (default), ``"on-failure"`` or ``"always"``; also LOWTIDE_KEEP."""
     keep_for_seconds: float | None = None
     """How long a kept sandbox is kept: 24 hours unless said."""
@@ -89,12 +112,27 @@ class SandboxDefaults:
         if self.args is not None and self.command is None:
             raise ValidationError("args needs a command to follow", argument="args")
 
+    def __repr__(self) -> str:
+        """What is said here. Of the environment and of options only the names: values may be secrets."""
+        said = explicit(self)
+        for key in ("environment_variables", "provider_options"):
+            if key in said:
+                value = said[key]
+                names = value if isinstance(value, Mapping) else getattr(value, "__dataclass_fields__", ())
+                said[key] = f"<{', '.join(map(str, names))}>"
+        words = (
+            f"{key}={value if isinstance(value, str) and value[:1] == '<' else repr(value)}"
+            for key, value in said.items()
+        )
+        return f"SandboxDefaults({', '.join(words)})"
+
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> Self:
         """The same as keywords, for what was read from a file. Unknown keys are an error."""
         _refuse_unknown(options)
         return cls(**{key: value for key, value in options.items() if value is not None})
 
+    @shows_options
     def with_overrides(self, **options: Unpack[SandboxOptions]) -> Self:
         """A copy with these replaced. None counts as not given."""
         _refuse_unknown(options)
@@ -135,7 +173,7 @@ class SandboxDefaults:
 
 _CHECKS = {
     "provider": validate.provider,
-    "container_image": validate.text,
+    "container_image": validate.path,
     "command": validate.command,
     "args": validate.strings,
     "working_dir": validate.absolute_path,

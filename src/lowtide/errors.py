@@ -21,7 +21,7 @@ LowtideError                          .provider .sandbox_id .retryable
     │   └── CommandTimeoutError                the command ran out of time         .result
     ├── SandboxExecutionError                  exec(check=True) ended non-zero     .result
     ├── OutputLimitError                       a command printed more than allowed .result
-    └── SandboxFileError (OSError)             a file operation failed             .path
+    └── SandboxFileError (OSError)             a file operation failed             .path .errno .strerror
         ├── SandboxFileNotFoundError (FileNotFoundError)
         ├── SandboxFileExistsError (FileExistsError)
         ├── SandboxIsADirectoryError (IsADirectoryError)
@@ -34,6 +34,8 @@ infrastructure is never an exit code. What the provider's SDK raised is kept as 
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -186,31 +188,48 @@ class OutputLimitError(_WithResult):
 
 
 class SandboxFileError(SandboxError, OSError):
-    """A file operation inside the sandbox failed."""
+    """A file operation inside the sandbox failed. `errno`, `strerror` and `filename` as with any OSError."""
 
-    def __init__(self, message: str, *, path: str | None = None, **context: Any) -> None:
+    _number = errno.EIO
+
+    def __init__(
+        self, message: str, *, path: str | None = None, number: int | None = None, **context: Any
+    ) -> None:
         super().__init__(message, **context)
         self.path = path
+        self.errno = self._number if number is None else number
+        self.strerror = os.strerror(self.errno)
+        self.filename = path
 
 
 class SandboxFileNotFoundError(SandboxFileError, FileNotFoundError):
     """No such file or directory in the sandbox."""
 
+    _number = errno.ENOENT
+
 
 class SandboxFileExistsError(SandboxFileError, FileExistsError):
     """Already exists in the sandbox."""
+
+    _number = errno.EEXIST
 
 
 class SandboxIsADirectoryError(SandboxFileError, IsADirectoryError):
     """A directory stands where a file was meant."""
 
+    _number = errno.EISDIR
+
 
 class SandboxNotADirectoryError(SandboxFileError, NotADirectoryError):
     """A file stands where a directory was meant."""
 
+    _number = errno.ENOTDIR
+
 
 class SandboxPermissionError(SandboxFileError, PermissionError):
     """The sandbox's user may not do that."""
+
+    _number = errno.EACCES
 
 
 class CleanupError(ExceptionGroup[LowtideError], LowtideError):

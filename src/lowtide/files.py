@@ -9,22 +9,23 @@ import posixpath
 import stat as stat_modes
 import tarfile
 import tempfile
-import threading
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from lowtide import archive, source
+from lowtide import archive, local_target, source
 from lowtide.errors import (
     SandboxFileError,
     SandboxFileNotFoundError,
     SandboxIsADirectoryError,
+    ValidationError,
 )
 from lowtide.held_sandbox import HeldSandbox
+from lowtide.in_thread import in_thread
 from lowtide.operation import Operation
 from lowtide.providers import derived
-from lowtide.providers.base import DirectFiles, FileEntry, FileKind, Provider
+from lowtide.providers.base import DirectFiles, FileEntry, FileKind, Provider, TimedFiles
 from lowtide.stream import StreamReader
 from lowtide.trees import holes
 from lowtide.trees.remove import remove_tree
@@ -42,7 +43,11 @@ class Transfer:
     files: int
     bytes: int
     skipped: tuple[str, ...] = ()
-    """Left out: devices, sockets, and links that would lead out of the directory."""
+    """Left out: devices, pipes, sockets, and links that would lead out of the directory."""
+    changed: tuple[str, ...] = ()
+    """Written to while they were read. What arrived is what was read: at most the size of the start, never padded."""
+    stripped: tuple[str, ...] = ()
+    """Arrived here without their set-user-ID and set-group-ID bits."""
 
 
 async def absolute(life: HeldSandbox, provider: Provider, sandbox_id: str, path: str) -> str:
@@ -81,7 +86,7 @@ def reader(life: HeldSandbox, path: str) -> StreamReader[bytes]:
     """A file in chunks; the transfer waits while nobody reads."""
     life.connect()
     stream: StreamReader[bytes] = StreamReader(text=False, on_close=lambda: pumping.cancel())
-    pumping = Operation.start(_pump_file(life, path, stream))
+    pumping = Operation.start(_pump_file(life, path, stream))._unasked()
     return stream
 
 
@@ -93,6 +98,8 @@ async def write_chunks(
     size: int | None,
     mode: int | None,
 ) -> int:
+    if size is not None:
+        chunks = _announced(chunks, size, path, provider, sandbox_id)
     written = await provider.write_file(sandbox_id, path, chunks, size=size, mode=mode)
     if size is not None:
         _verify(written, size, path, provider, sandbox_id)
@@ -100,9 +107,15 @@ async def write_chunks(
 
 
 def local_source(path: str | os.PathLike[str]) -> str:
-    """The local file or directory, or FileNotFoundError before anything is sent."""
+    """The local file or directory, or an error before anything is sent."""
     source = os.path.abspath(path)
-    os.stat(source)
+    mode = os.stat(source).st_mode
+    if not (stat_modes.S_ISREG(mode) or stat_modes.S_ISDIR(mode)):
+        raise ValidationError(
+            f"{source} is no file and no directory (a device, a pipe or a socket): give what you read from it to "
+            "write_file_streaming()",
+            argument="local",
+        )
     return source
 
 
@@ -113,22 +126,38 @@ async def upload(provider: Provider, sandbox_id: str, local: str, remote: str) -
         try:
             await trees.write_tree(sandbox_id, remote, packing.chunks())
         finally:
-            packing.give_up()
+            await packing.end()
         tree = packing.tree
         if tree is None:
             raise SandboxFileError(f"{remote}: the directory was not taken whole", path=remote)
-        return Transfer(files=tree.files, bytes=tree.bytes, skipped=tree.skipped)
-    with open(local, "rb") as file:  # noqa: ASYNC230  # opening is quick; reading is done in a thread
-        status = os.fstat(file.fileno())
-        mode = status.st_mode & 0o777
-        if isinstance(provider, DirectFiles) and stat_modes.S_ISREG(status.st_mode):
-            written = await provider.write_from(sandbox_id, remote, file.fileno(), mode=mode)
-        else:
-            written = await provider.write_file(
-                sandbox_id, remote, source.read_blocks(file), size=status.st_size, mode=mode
+        return Transfer(files=tree.files, bytes=tree.bytes, skipped=tree.skipped, changed=tree.changed)
+    descriptor = await in_thread(lambda: os.open(local, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    try:
+        return await _upload_file(provider, sandbox_id, local, descriptor, remote)
+    finally:
+        os.close(descriptor)
+
+
+async def _upload_file(
+    provider: Provider, sandbox_id: str, local: str, descriptor: int, remote: str
+) -> Transfer:
+    before = os.fstat(descriptor)
+    mode, size = before.st_mode & 0o7777, before.st_size
+    if isinstance(provider, DirectFiles):
+        written = await provider.write_from(sandbox_id, remote, descriptor, mode=mode)
+    else:
+        counted = _Counted(source.read_blocks(descriptor, size or None))
+        if isinstance(provider, TimedFiles):
+            written = await provider.write_file_at(
+                sandbox_id, remote, counted.chunks(), mode=mode, modified=before.st_mtime
             )
-    _verify(written, status.st_size, remote, provider, sandbox_id)
-    return Transfer(files=1, bytes=written)
+        else:
+            written = await provider.write_file(sandbox_id, remote, counted.chunks(), mode=mode)
+        _verify(written, counted.count, remote, provider, sandbox_id)
+    after = os.fstat(descriptor)
+    same = (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
+    changed = () if same and (written == size or not size) else (local,)
+    return Transfer(files=1, bytes=written, changed=changed)
 
 
 async def download(provider: Provider, sandbox_id: str, remote: str, local: str) -> Transfer:
@@ -191,7 +220,7 @@ async def _pump(chunks: AsyncIterator[bytes], stream: StreamReader[bytes]) -> in
 async def _into_thread(chunks: AsyncIterator[bytes], take: Callable[[Iterable[bytes]], T]) -> tuple[int, T]:
     """Let `take` use the chunks in a thread of its own, never further ahead than it can follow."""
     stream: StreamReader[bytes] = StreamReader(text=False)
-    taking = asyncio.ensure_future(_in_thread(lambda: take(stream)))
+    taking = asyncio.ensure_future(in_thread(lambda: take(stream)))
     taking.add_done_callback(lambda _: stream.close())  # it may end early: then nobody makes room
     try:
         count = await _pump(chunks, stream)
@@ -209,7 +238,38 @@ async def _download_file(
 ) -> Transfer:
     target = os.path.join(local, posixpath.basename(remote)) if _is_directory(local) else local
     os.makedirs(os.path.dirname(target), exist_ok=True)
-    fd, part = tempfile.mkstemp(prefix=".lowtide-", dir=os.path.dirname(target))
+    place, direct = local_target.resolve(target)
+    if direct:
+        count = await _download_into(provider, sandbox_id, remote, place)
+    else:
+        count = await _download_beside(provider, sandbox_id, remote, place, entry)
+    changed = entry.kind is FileKind.FILE and bool(entry.size) and count != entry.size
+    if changed:
+        now = await derived.files_of(provider).stat(sandbox_id, remote)
+        if (now.size, now.modified_at) == (entry.size, entry.modified_at):
+            _verify(count, entry.size, remote, provider, sandbox_id)
+    stripped = (remote,) if entry.kind is FileKind.FILE and entry.mode & 0o6000 else ()
+    return Transfer(files=1, bytes=count, changed=(remote,) if changed else (), stripped=stripped)
+
+
+async def _download_into(provider: Provider, sandbox_id: str, remote: str, place: str) -> int:
+    stopped = False
+
+    def keep(chunks: Iterable[bytes]) -> None:
+        local_target.write_into(place, chunks, lambda: stopped)
+
+    try:
+        count, _ = await _into_thread(provider.read_file(sandbox_id, remote), keep)
+    finally:
+        stopped = True
+    return count
+
+
+async def _download_beside(
+    provider: Provider, sandbox_id: str, remote: str, place: str, entry: FileEntry
+) -> int:
+    """A new file that takes its place when it is whole."""
+    fd, part = tempfile.mkstemp(prefix=".lowtide-", dir=os.path.dirname(place))
 
     def keep(chunks: Iterable[bytes]) -> None:
         with open(fd, "wb", buffering=_CHUNK) as file:
@@ -225,18 +285,18 @@ async def _download_file(
                 os.close(fd)
         else:
             count, _ = await _into_thread(provider.read_file(sandbox_id, remote), keep)
-        if entry.kind is FileKind.FILE and count != entry.size:
-            # It may have been written to in the meantime; then its size now is what counts.
-            now = await derived.files_of(provider).stat(sandbox_id, remote)
-            _verify(count, now.size, remote, provider, sandbox_id)
         executable = 0o111 if entry.kind is FileKind.FILE and entry.mode & 0o100 else 0
         os.chmod(part, (0o666 | executable) & ~_umask())
-        os.replace(part, target)
+        if entry.kind is FileKind.FILE and entry.modified_at is not None:
+            moment = entry.modified_at.timestamp()
+            with contextlib.suppress(OSError, OverflowError):
+                os.utime(part, (moment, moment))
+        os.replace(part, place)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(part)
         raise
-    return Transfer(files=1, bytes=count)
+    return count
 
 
 async def _download_tree(provider: Provider, sandbox_id: str, remote: str, local: str) -> Transfer:
@@ -252,7 +312,7 @@ async def _download_tree(provider: Provider, sandbox_id: str, remote: str, local
     try:
         chunks = derived.trees_of(provider).read_tree(sandbox_id, remote)
         _, tree = await _into_thread(chunks, keep)
-        await _in_thread(lambda: _put_in_place(scratch, local))
+        await in_thread(lambda: _put_in_place(scratch, local))
     except tarfile.TarError as error:
         raise SandboxFileError(
             f"{remote}: the sandbox sent a broken archive: {error}",
@@ -261,8 +321,8 @@ async def _download_tree(provider: Provider, sandbox_id: str, remote: str, local
             sandbox_id=sandbox_id,
         ) from error
     finally:
-        await asyncio.shield(_in_thread(lambda: _remove(scratch)))
-    return Transfer(files=tree.files, bytes=tree.bytes, skipped=tree.skipped)
+        await asyncio.shield(in_thread(lambda: _remove(scratch)))
+    return Transfer(**tree._asdict())
 
 
 def _remove(scratch: str) -> None:
@@ -301,15 +361,16 @@ class _Packing:
         self.tree: archive.Tree | None = None
         self._directory = directory
         self._stopped = False
+        self._blocks: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=8)
+        self._packing: asyncio.Future[archive.Tree] | None = None
 
     async def chunks(self) -> AsyncIterator[bytes]:
         loop = asyncio.get_running_loop()
-        blocks: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=8)
 
         def hand_on(block: bytes | None) -> None:
             if self._stopped:
                 raise ConnectionAbortedError("the transfer was given up")
-            asyncio.run_coroutine_threadsafe(blocks.put(block), loop).result()
+            asyncio.run_coroutine_threadsafe(self._blocks.put(block), loop).result()
 
         def pack() -> archive.Tree:
             try:
@@ -318,45 +379,53 @@ class _Packing:
                 with contextlib.suppress(ConnectionAbortedError):
                     hand_on(None)
 
-        packing = asyncio.ensure_future(_in_thread(pack))
-        try:
-            while (block := await blocks.get()) is not None:
-                yield block
-            self.tree = await packing
-        finally:
-            self.give_up()
-            while not packing.done():  # let the thread see that it is over
-                with contextlib.suppress(asyncio.QueueEmpty):
-                    blocks.get_nowait()
-                await asyncio.wait({packing}, timeout=0.05)
-            if not packing.cancelled():
-                packing.exception()
+        self._packing = asyncio.ensure_future(in_thread(pack))
+        while (block := await self._blocks.get()) is not None:
+            yield block
+        self.tree = await self._packing
 
-    def give_up(self) -> None:
+    async def end(self) -> None:
+        """Let the thread see that it is over, and its error be heard of: the generator may never be asked again."""
         self._stopped = True
+        packing = self._packing
+        while packing is not None and not packing.done():
+            with contextlib.suppress(asyncio.QueueEmpty):
+                self._blocks.get_nowait()
+            await asyncio.wait({packing}, timeout=0.05)
+        if packing is not None and not packing.cancelled():
+            packing.exception()
 
 
-async def _in_thread(work: Callable[[], T]) -> T:
-    """A thread of its own: work that waits for the loop must not use up the pool the loop needs."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
+class _Counted:
+    """Chunks, and how many bytes have been asked for of them."""
 
-    def settle(settle_with: Callable[[Any], None], value: Any) -> None:
-        if not done.done():
-            settle_with(value)
+    def __init__(self, chunks: AsyncIterable[bytes]) -> None:
+        self._chunks, self.count = chunks, 0
 
-    def run() -> None:
-        try:
-            result = work()
-        except BaseException as error:
-            if isinstance(error, StopIteration):
-                error = RuntimeError("generator raised StopIteration")
-            loop.call_soon_threadsafe(settle, done.set_exception, error)
-        else:
-            loop.call_soon_threadsafe(settle, done.set_result, result)
+    async def chunks(self) -> AsyncIterator[bytes]:
+        async for chunk in self._chunks:
+            self.count += len(chunk)
+            yield chunk
 
-    threading.Thread(target=run, name="lowtide-transfer", daemon=True).start()
-    return await done
+
+async def _announced(
+    chunks: AsyncIterable[bytes], size: int, path: str, provider: Provider, sandbox_id: str
+) -> AsyncIterator[bytes]:
+    """Fails before the end where there is more or less than was said: no provider puts that in place."""
+    count = 0
+    async for chunk in chunks:
+        count += len(chunk)
+        if count > size:
+            break
+        yield chunk
+    if count != size:
+        more = "or more " if count > size else ""
+        raise SandboxFileError(
+            f"{path}: {count} bytes {more}came where size said {size}; nothing was replaced",
+            path=path,
+            provider=provider.name,
+            sandbox_id=sandbox_id,
+        )
 
 
 def _too_large(path: str, most: int, provider: Provider, sandbox_id: str) -> SandboxFileError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 from lowtide import validate
 from lowtide.defaults import default_provider
@@ -23,6 +23,9 @@ from lowtide.providers import registry
 from lowtide.providers.base import LABEL_PREFIX, Labels, Provider, SandboxInfo, SandboxState
 
 S = TypeVar("S")
+StateName: TypeAlias = Literal[
+    "pending", "running", "paused", "stopped", "terminating", "completed", "failed", "terminated"
+]
 Attach = Callable[[Provider, SandboxInfo, Lease | None], S]
 
 log = logging.getLogger("lowtide")

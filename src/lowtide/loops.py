@@ -18,6 +18,18 @@ def in_trio() -> bool:
     return trio is not None and bool(trio.lowlevel.in_trio_task())
 
 
+def current_task() -> Any:
+    """The task that runs now, whichever loop's; None outside of any."""
+    if in_trio():
+        return sys.modules["trio"].lowlevel.current_task()
+    import asyncio
+
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None
+
+
 def cancelled() -> tuple[type[BaseException], ...]:
     """What a cancelled waiter is raised in this loop."""
     import asyncio

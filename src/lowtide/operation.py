@@ -6,11 +6,12 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
 
 from lowtide import loops
-from lowtide.errors import SandboxError, SandboxTimeoutError, ValidationError
+from lowtide.errors import SandboxError, SandboxGone, SandboxTimeoutError, ValidationError
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -62,17 +63,37 @@ class Audience:
             self._given_up()
 
 
-class Operation(Generic[T_co]):
+class Operation(Coroutine[Any, Any, T_co]):
     """A call that is already under way on lowtide's own loop.
 
     ``op.result()`` waits for it in any thread; ``await op`` waits for it in any event loop, asyncio's or trio's. Cancelling
-    the waiting task cancels the operation. An operation that nobody waits for still happens.
+    the waiting task cancels the operation. An operation that nobody waits for still happens; when it fails and nobody
+    has ever asked, the log says so once. It is a coroutine, too: ``asyncio.create_task(op)`` and task groups take it.
     """
+
+    _heard = False
+    _steps: dict[Any, Generator[Any, None, T_co]] | None = None
 
     def __init__(self, future: concurrent.futures.Future[T_co], audience: Audience | None = None) -> None:
         self._future = future
         self._audience = audience
         self._generation = _generation
+
+    def _heard_by(self) -> Callable[[], None]:
+        """What tells that somebody was raised its failure elsewhere, in a stream. It holds nothing."""
+        this = weakref.ref(self)
+
+        def heard() -> None:
+            operation = this()
+            if operation is not None:
+                operation._heard = True
+
+        return heard
+
+    def _unasked(self) -> Operation[T_co]:
+        """One whose failure shows elsewhere."""
+        self._heard = True
+        return self
 
     @classmethod
     def start(cls, work: Coroutine[Any, Any, T], *, audience: Audience | None = None) -> Operation[T]:
@@ -96,6 +117,8 @@ class Operation(Generic[T_co]):
         Raises SandboxTimeoutError (a TimeoutError) when `timeout` seconds were not enough; the
         operation goes on then. Raises ``concurrent.futures.CancelledError`` when it was cancelled.
         """
+        timeout = _timeout(timeout)
+        self._heard = True
         self._check_waitable()
         try:
             if self._audience is None:
@@ -109,6 +132,8 @@ class Operation(Generic[T_co]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait and return what it raised, or None. SandboxTimeoutError as in `result`."""
+        timeout = _timeout(timeout)
+        self._heard = True
         self._check_waitable()
         try:
             return self._future.exception(timeout)
@@ -129,6 +154,7 @@ class Operation(Generic[T_co]):
         return cancelled
 
     def __await__(self) -> Generator[Any, None, T_co]:
+        self._heard = True
         self._check_process()
         waiting = loops.wait_for(self._future).__await__()
         return waiting if self._audience is None else self._wait(waiting, self._audience)
@@ -140,6 +166,47 @@ class Operation(Generic[T_co]):
         except loops.cancelled():
             audience.leave()
             raise
+
+    # As a coroutine, one for each task that runs it.
+
+    def send(self, value: Any, /) -> Any:
+        """One step of the task that runs it."""
+        return self._step(lambda steps: steps.send(value))
+
+    def throw(self, *error: Any) -> Any:
+        """The same, with what was raised in it."""
+        return self._step(lambda steps: steps.throw(*error))
+
+    def close(self) -> None:
+        """The task that ran it is given up; the call goes on."""
+        if self._steps is not None:
+            for steps in list(self._steps.values()):
+                steps.close()
+            self._steps = None
+
+    def _step(self, take: Callable[[Generator[Any, None, T_co]], Any]) -> Any:
+        task = loops.current_task()
+        if self._steps is None:
+            self._steps = {}
+        steps = self._steps.get(task)
+        if steps is None:
+            steps = self._steps[task] = self.__await__()
+        try:
+            return take(steps)
+        except BaseException:
+            self._steps.pop(task, None)
+            raise
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} cannot be pickled: wait for it here and pass on its result")
+
+    def __del__(self) -> None:
+        future = getattr(self, "_future", None)
+        if self._heard or future is None or self._generation != _generation:
+            return
+        name = type(self).__name__
+        with contextlib.suppress(Exception):  # the interpreter may be half gone
+            future.add_done_callback(lambda done: _tell_unheard(done, name))
 
     def __repr__(self) -> str:
         if self._generation != _generation:
@@ -168,6 +235,25 @@ class Operation(Generic[T_co]):
         self._check_process()
         if not self._future.done():
             refuse_to_block()
+
+
+def _timeout(value: Any) -> float | None:
+    from lowtide import validate
+
+    return validate.timeout("timeout", value)
+
+
+def _tell_unheard(future: concurrent.futures.Future[Any], name: str) -> None:
+    """As asyncio does it for a task. What ended with its sandbox has failed no one."""
+    if future.cancelled():
+        return
+    error = future.exception()
+    if error is not None and isinstance(error, Exception) and not isinstance(error, SandboxGone):
+        import logging
+
+        logging.getLogger("lowtide").error(
+            "a %s failed and nobody asked for its result: %s: %s", name.lower(), type(error).__name__, error
+        )
 
 
 class Waitable(Protocol):
@@ -223,6 +309,7 @@ def wait(
 
     Returns (done, pending), each in the order given. A failed one counts as done; nothing is raised.
     """
+    timeout = _timeout(timeout)
     items = list(waitables)
     wanted = len(items) if num_returns is None else num_returns
     if not 0 <= wanted <= len(items):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterable
 from typing import TYPE_CHECKING
 
+from lowtide import validate
 from lowtide.errors import SandboxExecutionError
 from lowtide.operation import Operation
 from lowtide.process_driver import GRACE_SECONDS, MAX_OUTPUT_BYTES, Command, Place
@@ -22,15 +24,17 @@ class Process(Operation[ProcessResult]):
         place: Place,
         spec: ProcessSpec,
         *,
-        stdin: bytes | None = None,
+        stdin: AsyncIterable[bytes] | None = None,
         check: bool = False,
         timeout_seconds: float | None = None,
         max_output_bytes: int | None = MAX_OUTPUT_BYTES,
+        capture: bool = True,
     ) -> None:
         from lowtide.engine import engine
 
-        self.stdout: StreamReader[str] = StreamReader(text=True)
-        self.stderr: StreamReader[str] = StreamReader(text=True)
+        heard = self._heard_by()
+        self.stdout: StreamReader[str] = StreamReader(text=True, on_raise=heard)
+        self.stderr: StreamReader[str] = StreamReader(text=True, on_raise=heard)
         self._run = Command(
             place,
             spec,
@@ -38,6 +42,7 @@ class Process(Operation[ProcessResult]):
             stdin=stdin,
             timeout_seconds=timeout_seconds,
             max_output_bytes=max_output_bytes,
+            capture=capture,
         )
         self.stdin: StreamWriter | None = None
         if spec.stdin and stdin is None:
@@ -74,11 +79,11 @@ class Process(Operation[ProcessResult]):
 
     def send_signal(self, number: int) -> Operation[None]:
         """To the command's process group. Silent when it has already ended."""
-        return Operation.start(self._run.signal(int(number)))
+        return Operation.start(self._run.signal(validate.signal_number("number", number)))
 
     def terminate(self, grace_seconds: float = GRACE_SECONDS) -> Operation[None]:
         """End the whole process tree: TERM, grace, KILL. The result still comes, with the exit code."""
-        return Operation.start(self._run.terminate(grace_seconds))
+        return Operation.start(self._run.terminate(validate.grace("grace_seconds", grace_seconds)))
 
     def kill(self) -> Operation[None]:
         """End the whole process tree at once."""
@@ -86,7 +91,7 @@ class Process(Operation[ProcessResult]):
 
     def resize(self, width: int, height: int) -> Operation[None]:
         """The terminal's new size, for a command started with ``tty=True``."""
-        return Operation.start(self._run.resize(width, height))
+        return _resized(self._run, width, height)
 
     async def _finish(self, check: bool) -> ProcessResult:
         result = await self._run.drive()
@@ -107,8 +112,8 @@ class TerminalSession(Operation[ProcessResult]):
     def __init__(self, place: Place, spec: ProcessSpec) -> None:
         from lowtide.engine import engine
 
-        self.output: StreamReader[bytes] = StreamReader(text=False)
-        self._run = Command(place, spec, readers=(self.output, self.output), retain=False)
+        self.output: StreamReader[bytes] = StreamReader(text=False, on_raise=self._heard_by())
+        self._run = Command(place, spec, readers=(self.output, self.output), capture=False)
         self.stdin = StreamWriter(self._run.write_stdin, self._run.close_stdin)
         super().__init__(engine().submit(self._run.drive()))
 
@@ -124,12 +129,16 @@ class TerminalSession(Operation[ProcessResult]):
 
     def resize(self, width: int, height: int) -> Operation[None]:
         """The terminal's new size."""
-        return Operation.start(self._run.resize(width, height))
+        return _resized(self._run, width, height)
 
     def send_signal(self, number: int) -> Operation[None]:
         """To the command's process group. Silent when it has already ended."""
-        return Operation.start(self._run.signal(int(number)))
+        return Operation.start(self._run.signal(validate.signal_number("number", number)))
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the exit code."""
         return self.result(timeout).returncode
+
+
+def _resized(run: Command, width: int, height: int) -> Operation[None]:
+    return Operation.start(run.resize(validate.cells("width", width), validate.cells("height", height)))

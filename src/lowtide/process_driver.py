@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+import contextlib
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import CommandTimeoutError, LowtideError, OutputLimitError, SandboxError
@@ -31,9 +32,18 @@ class ProcessResult:
     """What a command came to. The bytes are the truth; the text is decoded when asked for.
 
     `returncode` is 128 + n after signal n, and -1 where the command was given up before it was known.
+    `streams_open`: something else still held its output when it was read no further (``drain_seconds``).
     """
 
-    __slots__ = ("_stderr", "_stdout", "command", "returncode", "stderr_bytes", "stdout_bytes")
+    __slots__ = (
+        "_stderr",
+        "_stdout",
+        "command",
+        "returncode",
+        "stderr_bytes",
+        "stdout_bytes",
+        "streams_open",
+    )
 
     def __init__(
         self,
@@ -42,8 +52,10 @@ class ProcessResult:
         stdout_bytes: bytes = b"",
         stderr_bytes: bytes = b"",
         command: Sequence[str] = (),
+        streams_open: bool = False,
     ) -> None:
         self.returncode = returncode
+        self.streams_open = streams_open
         self.stdout_bytes = stdout_bytes
         self.stderr_bytes = stderr_bytes
         self.command = tuple(command)
@@ -79,7 +91,7 @@ class ProcessResult:
         )
 
     def _facts(self) -> tuple[Any, ...]:
-        return (self.returncode, self.stdout_bytes, self.stderr_bytes, self.command)
+        return (self.returncode, self.stdout_bytes, self.stderr_bytes, self.command, self.streams_open)
 
 
 class Command:
@@ -91,8 +103,8 @@ class Command:
         spec: ProcessSpec,
         *,
         readers: tuple[StreamReader[Any], StreamReader[Any]],
-        retain: bool = True,
-        stdin: bytes | None = None,
+        capture: bool = True,
+        stdin: AsyncIterable[bytes] | None = None,
         timeout_seconds: float | None = None,
         max_output_bytes: int | None = None,
     ) -> None:
@@ -101,7 +113,7 @@ class Command:
         self.context: dict[str, Any] = {}
         self._place = place
         self._readers = readers
-        self._retain = retain
+        self._capture = capture
         self._kept: tuple[list[bytes], list[bytes]] = ([], [])
         self._sizes = [0, 0]
         self._stdin = stdin
@@ -113,6 +125,7 @@ class Command:
         self._failure: _Failure | None = None
         self._task: asyncio.Task[Any] | None = None
         self._ending: asyncio.Task[None] | None = None
+        self._source_error: Exception | None = None
         self._watchdog: asyncio.TimerHandle | None = None
         self._gave_up = False
 
@@ -132,7 +145,10 @@ class Command:
                 stdout_bytes=b"".join(self._kept[0]),
                 stderr_bytes=b"".join(self._kept[1]),
                 command=self.spec.argv,
+                streams_open=bool(getattr(self._handle, "streams_open", False)),
             )
+            if self._source_error is not None:
+                raise self._source_error
             if self._failure is not None:
                 raise self._failed(result)
         except BaseException as error:
@@ -174,7 +190,7 @@ class Command:
         if handle is None:
             return
         timer = loop.call_at(deadline, self._end_tree, CommandTimeoutError) if deadline is not None else None
-        feeder = loop.create_task(_feed(handle, self._stdin)) if self._stdin is not None else None
+        feeder = loop.create_task(self._feed(handle, self._stdin)) if self._stdin is not None else None
         try:
             await self._read(handle.output())
             self.returncode = await handle.wait()
@@ -223,26 +239,39 @@ class Command:
         return handle
 
     async def _read(self, output: AsyncIterator[tuple[int, bytes]]) -> None:
-        readers, kept, sizes, limit, retain = (
-            self._readers,
-            self._kept,
-            self._sizes,
-            self._limit,
-            self._retain,
-        )
+        readers, kept, sizes, limit = self._readers, self._kept, self._sizes, self._limit
         async for stream, data in output:
             which = 1 if stream == _STDERR else 0
-            if not retain:
-                readers[which].put(data)
-                await readers[which].room()
+            reader = readers[which]
+            if not self._capture and (limit is None or reader.wanted):
+                reader.put(data)
+                await reader.room()
                 continue
-            if limit is not None and sizes[which] + len(data) > limit:
-                data = data[: limit - sizes[which]]
+            # Kept for the result; or for a reader that has not come yet, who is to miss nothing.
+            have = sizes[which] if self._capture else reader.buffered
+            if limit is not None and have + len(data) > limit:
+                data = data[: max(0, limit - have)]
                 self._end_tree(OutputLimitError)
             if data:
-                sizes[which] += len(data)
-                kept[which].append(data)
-                readers[which].put(data)
+                reader.put(data)
+                if self._capture:
+                    sizes[which] += len(data)
+                    kept[which].append(data)
+
+    async def _feed(self, handle: ProcessHandle, chunks: AsyncIterable[bytes]) -> None:
+        """All of the input. Where it comes from may fail: then the command is ended, and that is what is raised."""
+        try:
+            async for data in chunks:
+                for start in range(0, len(data), _STDIN_CHUNK):
+                    try:
+                        await handle.write_stdin(data[start : start + _STDIN_CHUNK])
+                    except (BrokenPipeError, LowtideError):
+                        return  # it read as much as it wanted; what else went wrong shows in its output or its end
+            with contextlib.suppress(BrokenPipeError, LowtideError):
+                await handle.close_stdin()
+        except Exception as error:
+            self._source_error = error
+            await _quietly(handle.terminate(GRACE_SECONDS))
 
     def _end_tree(self, failure: _Failure) -> None:
         """End it and let the reading go on to the last byte, which a dead tree's output soon reaches."""
@@ -250,6 +279,8 @@ class Command:
 
         if self._failure is not None or self._handle is None:
             return
+        if failure is CommandTimeoutError and getattr(self._handle, "exited", False):
+            return  # it was in time; only its streams are still listened to
         self._failure = failure
         loop = asyncio.get_running_loop()
         self._ending = loop.create_task(_quietly(self._handle.terminate(GRACE_SECONDS)))
@@ -264,7 +295,10 @@ class Command:
         what = self.spec.argv[0]
         if self._failure is OutputLimitError:
             return OutputLimitError(
-                f"{what} printed more than {self._limit} bytes and was ended", result=result, **self.context
+                f"{what} printed more than {self._limit} bytes and was ended: say max_output_bytes, or capture=False "
+                "to read any amount from its streams",
+                result=result,
+                **self.context,
             )
         return CommandTimeoutError(
             f"{what} was ended after {self._timeout_seconds} seconds", result=result, **self.context
@@ -301,15 +335,6 @@ class Command:
             else:
                 waiting.set_exception(BrokenPipeError("the command has ended"))
         self._opening.clear()
-
-
-async def _feed(handle: ProcessHandle, data: bytes) -> None:
-    try:
-        for start in range(0, len(data), _STDIN_CHUNK):
-            await handle.write_stdin(data[start : start + _STDIN_CHUNK])
-        await handle.close_stdin()
-    except (BrokenPipeError, LowtideError):
-        return  # it read as much as it wanted; what else went wrong shows in its output or its end
 
 
 async def _abandon(handle: ProcessHandle) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import builtins
 import sys
-from collections.abc import Awaitable, Coroutine, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from collections.abc import AsyncIterable, Awaitable, Coroutine, Generator, Iterable, Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, TypeVar
 
 from lowtide import block_exit, loops, validate
-from lowtide.defaults import SandboxDefaults, SandboxOptions, resolve
+from lowtide.defaults import SandboxDefaults, SandboxOptions, resolve, shows_options
 from lowtide.operation import Audience, Operation
 from lowtide.sandbox_files import SandboxFiles
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lowtide.code import CodeRunner
     from lowtide.lifecycle.lease import EndReport, Lease
     from lowtide.lifecycle.owner import Owner
+    from lowtide.lookup import StateName
     from lowtide.process import Process, TerminalSession
     from lowtide.providers.base import (
         Capability,
@@ -29,8 +30,11 @@ if TYPE_CHECKING:
         SandboxState,
         Url,
     )
+    from lowtide.sandbox_files import StrPath
     from lowtide.session import Session
     from lowtide.stream import StreamReader
+
+    Stdin: TypeAlias = bool | bytes | str | IO[bytes] | IO[str] | Iterable[bytes] | AsyncIterable[bytes]
 
 T = TypeVar("T")
 
@@ -47,6 +51,7 @@ class Sandbox(SandboxFiles):
 
     _code: CodeRunner | None = None
 
+    @shows_options
     def __init__(self, **options: Unpack[SandboxOptions]) -> None:
         self._begin(resolve(None, options))
 
@@ -80,6 +85,7 @@ class Sandbox(SandboxFiles):
     # Making and finding.
 
     @classmethod
+    @shows_options
     def run(cls, *argv: str, **options: Unpack[SandboxOptions]) -> Self:
         """Start a sandbox; a command and its arguments, if given, become its main process.
 
@@ -107,7 +113,7 @@ class Sandbox(SandboxFiles):
         *,
         tags: Sequence[str] | None = None,
         provider: str | Provider | None = None,
-        status: str | SandboxState | None = None,
+        status: StateName | SandboxState | None = None,
         show_terminated: bool = False,
     ) -> Operation[builtins.list[Self]]:
         """Every sandbox with all of these tags, whichever process made it.
@@ -142,7 +148,10 @@ class Sandbox(SandboxFiles):
         return Operation.start(lookup.delete(sandbox_id, lookup.chosen(provider), missing_ok))
 
     @classmethod
-    def session(cls, defaults: SandboxDefaults | Mapping[str, Any] | None = None, **options: Any) -> Session:
+    @shows_options
+    def session(
+        cls, defaults: SandboxDefaults | Mapping[str, Any] | None = None, **options: Unpack[SandboxOptions]
+    ) -> Session:
         """A `Session`: sandboxes with shared defaults and one end."""
         from lowtide.session import Session
 
@@ -240,7 +249,7 @@ class Sandbox(SandboxFiles):
 
     def wait(self, timeout: float | None = None) -> Self:
         """Block until commands can run. SandboxTimeoutError after `timeout` seconds; it goes on starting."""
-        self._operation().result(timeout)
+        self._operation().result(validate.timeout("timeout", timeout))
         return self
 
     def wait_until_complete(
@@ -252,6 +261,8 @@ class Sandbox(SandboxFiles):
         """
         from lowtide import lookup
 
+        timeout = validate.timeout("timeout", timeout)
+        validate.flag("raise_on_termination", raise_on_termination)
         self._life.connect()
         complete = lookup.until_complete(self._life, timeout, raise_on_termination)
         return Operation.start(_then(complete, self))
@@ -279,6 +290,7 @@ class Sandbox(SandboxFiles):
             raise validate.wrong(
                 "keep", "leaves it running, so snapshot() it before, without snapshot_on_stop"
             )
+        validate.grace("graceful_shutdown_seconds", graceful_shutdown_seconds)
         if snapshot_on_stop and self._life.begun:
             self._require("SNAPSHOT", "snapshot_on_stop")
         return Operation.start(
@@ -297,40 +309,48 @@ class Sandbox(SandboxFiles):
 
     def exec(
         self,
-        command: Sequence[str],
+        command: Sequence[StrPath],
         *,
-        cwd: str | None = None,
+        cwd: StrPath | None = None,
         env: Mapping[str, str] | None = None,
-        stdin: bool | bytes | str = False,
+        stdin: Stdin | None = None,
         check: bool = False,
         timeout_seconds: float | None = None,
         tty: bool = False,
         user: str | None = None,
         max_output_bytes: int | None = MAX_OUTPUT_BYTES,
+        capture: bool = True,
+        drain_seconds: float = 1.0,
     ) -> Process:
         """Run a program. `command` is a list and goes to no shell.
 
-        `stdin`: True to write to ``process.stdin``, or all of the input. `check`: a non-zero exit code
-        raises SandboxExecutionError. `timeout_seconds`: then the whole process tree is ended and
-        CommandTimeoutError has the output so far. `max_output_bytes`, for each stream: then it is
-        ended with OutputLimitError. A program that does not exist ends with exit code 127.
+        `stdin`: True to write to ``process.stdin``, or all of the input: bytes, text, an open file, an iterable of
+        bytes. `check`: a non-zero exit code raises SandboxExecutionError. `timeout_seconds`: then the whole process
+        tree is ended and CommandTimeoutError has the output so far. `max_output_bytes`, for each stream: then it is
+        ended with OutputLimitError; 256 MiB unless said. With ``capture=False`` nothing is kept for the result: read
+        ``process.stdout`` and ``stderr``, any amount, and the command waits for you. `drain_seconds`: how long
+        output is still read after its end while something it started holds the streams; then ``streams_open`` of
+        the result is true. A program that does not exist ends with exit code 127.
         """
         from lowtide.process import Process
         from lowtide.providers.base import ProcessSpec, TerminalSize
 
         argv = validate.argv("command", command)
-        given: bytes | None = None
-        if isinstance(stdin, str | bytes | bytearray):
-            given = stdin.encode() if isinstance(stdin, str) else bytes(stdin)
-        elif not isinstance(stdin, bool):
-            raise validate.wrong("stdin", f"must be a bool, bytes or a string, not {type(stdin).__name__}")
+        for name, value in (("check", check), ("tty", tty), ("capture", capture)):
+            validate.flag(name, value)
+        given: AsyncIterable[bytes] | None = None
+        if stdin is not None and not isinstance(stdin, bool):
+            from lowtide import source
+
+            given = source.stdin_of(stdin)
         spec = ProcessSpec(
             argv=argv,
             cwd=validate.absolute_path("cwd", cwd) if cwd is not None else None,
-            environment=validate.environment("env", env) if env else {},
+            environment=validate.environment("env", env) if env is not None else {},
             user=validate.text("user", user) if user is not None else None,
-            stdin=stdin is not False,
+            stdin=given is not None or stdin is True,
             tty=TerminalSize() if tty else None,
+            drain_seconds=validate.grace("drain_seconds", drain_seconds),
         )
         if timeout_seconds is not None:
             timeout_seconds = validate.seconds("timeout_seconds", timeout_seconds)
@@ -349,6 +369,7 @@ class Sandbox(SandboxFiles):
             check=check,
             timeout_seconds=timeout_seconds,
             max_output_bytes=max_output_bytes,
+            capture=capture,
         )
 
     def stream_logs(self, *, follow: bool = False, tail_lines: int | None = None) -> StreamReader[str]:
@@ -361,11 +382,11 @@ class Sandbox(SandboxFiles):
 
     def shell(
         self,
-        command: Sequence[str] | None = None,
+        command: Sequence[StrPath] | None = None,
         *,
         width: int | None = None,
         height: int | None = None,
-        cwd: str | None = None,
+        cwd: StrPath | None = None,
         env: Mapping[str, str] | None = None,
     ) -> TerminalSession:
         """A program on a terminal: bash, or sh where there is none, unless `command` says another."""
@@ -374,12 +395,12 @@ class Sandbox(SandboxFiles):
 
         self._require("TTY", "shell")
         argv = _SHELL if command is None else validate.argv("command", command)
-        columns = 80 if width is None else validate.positive("width", width)
-        rows = 24 if height is None else validate.positive("height", height)
+        columns = 80 if width is None else validate.cells("width", width)
+        rows = 24 if height is None else validate.cells("height", height)
         spec = ProcessSpec(
             argv=argv,
             cwd=validate.absolute_path("cwd", cwd) if cwd is not None else None,
-            environment={"TERM": "xterm-256color", **validate.environment("env", env or {})},
+            environment={"TERM": "xterm-256color", **validate.environment("env", {} if env is None else env)},
             stdin=True,
             tty=TerminalSize(columns=columns, rows=rows),
         )
@@ -401,6 +422,11 @@ class Sandbox(SandboxFiles):
         """
         from lowtide.code import CodeRunner
 
+        validate.content("code", code)
+        validate.text("language", language)
+        if context is not None:
+            validate.text("context", context)
+        timeout_seconds = validate.seconds_or_none("timeout_seconds", timeout_seconds)
         self._life.connect()
         if self._code is None:
             self._code = CodeRunner(self._life)
@@ -474,6 +500,11 @@ class Sandbox(SandboxFiles):
     def __await__(self) -> Generator[Any, None, Self]:
         """Wait until commands can run. Cancelling that before they can ends the sandbox."""
         return _then(self._operation(), self).__await__()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Sandbox cannot be pickled: pass its sandbox_id and provider, and call Sandbox.from_id() there"
+        )
 
     def __repr__(self) -> str:
         status = self.status

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from lowtide import validate
 from lowtide.operation import Operation
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from lowtide.providers.base import FileEntry, Provider
     from lowtide.stream import StreamReader
 
+StrPath: TypeAlias = str | os.PathLike[str]
+
 T = TypeVar("T")
 
 
@@ -24,7 +26,7 @@ class SandboxFiles:
     _life: HeldSandbox
 
     def read_file(
-        self, path: str, *, max_bytes: int | None = 1 << 30, timeout_seconds: float | None = None
+        self, path: StrPath, *, max_bytes: int | None = 1 << 30, timeout_seconds: float | None = None
     ) -> Operation[bytes]:
         """The whole file. SandboxFileNotFoundError and its family; SandboxFileError beyond `max_bytes` (None: no bound)."""
         from lowtide import files
@@ -33,87 +35,101 @@ class SandboxFiles:
         return self._file_call(path, lambda p, i, where: files.read(p, i, where, most), timeout_seconds)
 
     def write_file(
-        self, path: str, data: bytes | str, *, mode: int | None = None, timeout_seconds: float | None = None
+        self,
+        path: StrPath,
+        data: bytes | str,
+        *,
+        mode: int | None = None,
+        timeout_seconds: float | None = None,
     ) -> Operation[None]:
-        """Replace the file, making parent directories."""
+        """Replace the file, making parent directories. Who reads it meanwhile sees the old one or the new one."""
         from lowtide import files
 
+        validate.mode("mode", mode)
         content = validate.content("data", data)
         return self._file_call(
             path, lambda p, i, where: files.write(p, i, where, content, mode), timeout_seconds
         )
 
-    def read_file_streaming(self, path: str) -> StreamReader[bytes]:
+    def read_file_streaming(self, path: StrPath) -> StreamReader[bytes]:
         """The file in chunks, whatever its size. Closing the reader ends the transfer."""
         from lowtide import files
 
-        validate.text("path", path)
-        return files.reader(self._life, path)
+        return files.reader(self._life, validate.path("path", path))
 
     def write_file_streaming(
         self,
-        path: str,
+        path: StrPath,
         data: bytes | Iterable[bytes] | AsyncIterable[bytes],
         *,
         size: int | None = None,
         mode: int | None = None,
     ) -> Operation[int]:
-        """Write chunks as they come; returns the number of bytes. An iterable is read in a worker thread."""
+        """Write chunks as they come; returns the number of bytes. An iterable is read in a thread of its own.
+
+        With `size`, more or less than that is a SandboxFileError and nothing is replaced.
+        """
         from lowtide import files, source
 
+        validate.mode("mode", mode)
+        if size is not None:
+            validate.whole("size", size, 0)
         chunks = source.chunks_of(data)
         return self._file_call(path, lambda p, i, where: files.write_chunks(p, i, where, chunks, size, mode))
 
-    def upload(self, local: str | os.PathLike[str], remote: str) -> Operation[Transfer]:
+    def upload(self, local: str | os.PathLike[str], remote: StrPath) -> Operation[Transfer]:
         """Copy a file, or a whole directory, into the sandbox; the size is verified.
 
-        A directory's content becomes the content of `remote`.
+        A directory's content becomes the content of `remote`; what is there and in the way is replaced, file by
+        file, each as a whole. Modes and times are kept. A device, a pipe or a socket is refused.
         """
         from lowtide import files
 
-        source = files.local_source(local)
+        source = files.local_source(validate.path("local", local))
         return self._file_call(
             remote, lambda p, i, where: files.upload(p, i, source, where), argument="remote"
         )
 
-    def download(self, remote: str, local: str | os.PathLike[str]) -> Operation[Transfer]:
+    def download(self, remote: StrPath, local: str | os.PathLike[str]) -> Operation[Transfer]:
         """Copy a file, or a whole directory, out of the sandbox; the size is verified.
 
         What a directory holds is not trusted: links that lead out of it, devices and the like are
-        left out, and named in ``Transfer.skipped``.
+        left out, and named in ``Transfer.skipped``. A file takes its place when it is whole; a device or a pipe
+        in its place is written into.
         """
         from lowtide import files
 
-        target = os.path.abspath(local)
+        target = os.path.abspath(validate.path("local", local))
         return self._file_call(
             remote, lambda p, i, where: files.download(p, i, where, target), argument="remote"
         )
 
-    def list_dir(self, path: str = ".") -> Operation[Sequence[FileEntry]]:
+    def list_dir(self, path: StrPath = ".") -> Operation[Sequence[FileEntry]]:
         """What a directory holds, sorted by name; links are not followed."""
         from lowtide import files
 
         return self._file_call(path, files.list_dir)
 
-    def make_dir(self, path: str) -> Operation[None]:
+    def make_dir(self, path: StrPath) -> Operation[None]:
         """With parents; silent when it is already a directory."""
         from lowtide import files
 
         return self._file_call(path, files.make_dir)
 
-    def remove(self, path: str, *, recursive: bool = False) -> Operation[None]:
+    def remove(self, path: StrPath, *, recursive: bool = False) -> Operation[None]:
         """A file, a link or an empty directory; with `recursive`, whatever it is and holds."""
         from lowtide import files
 
+        validate.flag("recursive", recursive)
         return self._file_call(path, lambda p, i, where: files.remove(p, i, where, recursive))
 
-    def exists(self, path: str) -> Operation[bool]:
+    def exists(self, path: StrPath) -> Operation[bool]:
         """Whether there is anything at that path; a link counts, wherever it points."""
         from lowtide import files
 
         return self._file_call(path, files.exists)
 
-    def stat(self, path: str) -> Operation[FileEntry]:
+    def stat(self, path: StrPath) -> Operation[FileEntry]:
         """A link is described itself, not what it points to."""
         from lowtide import files
 
@@ -122,12 +138,13 @@ class SandboxFiles:
     def _call(
         self, work: Callable[[Provider, str], Awaitable[T]], timeout_seconds: float | None = None
     ) -> Operation[T]:
+        timeout_seconds = validate.seconds_or_none("timeout_seconds", timeout_seconds)
         self._life.connect()
         return Operation.start(self._life.use(work, timeout_seconds))
 
     def _file_call(
         self,
-        path: str,
+        path: StrPath,
         work: Callable[[Provider, str, str], Awaitable[T]],
         timeout_seconds: float | None = None,
         *,
@@ -135,11 +152,11 @@ class SandboxFiles:
     ) -> Operation[T]:
         from lowtide import files
 
-        validate.text(argument, path)
+        where = validate.path(argument, path)
 
         async def there(provider: Provider, sandbox_id: str) -> T:
             return await work(
-                provider, sandbox_id, await files.absolute(self._life, provider, sandbox_id, path)
+                provider, sandbox_id, await files.absolute(self._life, provider, sandbox_id, where)
             )
 
         return self._call(there, timeout_seconds)

@@ -7,10 +7,10 @@ import builtins
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Self, TypeVar
 
 from lowtide import block_exit
-from lowtide.defaults import SandboxDefaults, SandboxOptions, explicit, resolve
+from lowtide.defaults import SandboxDefaults, SandboxOptions, explicit, resolve, shows_options
 from lowtide.errors import (
     CleanupError,
     LowtideError,
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from lowtide.function import RemoteFunction
+    from lowtide.lookup import StateName
     from lowtide.providers.base import Provider, SandboxState
 
 P = ParamSpec("P")
@@ -43,6 +44,7 @@ class Session:
     `close` can be tried again.
     """
 
+    @shows_options
     def __init__(
         self,
         defaults: SandboxDefaults | Mapping[str, Any] | None = None,
@@ -73,6 +75,7 @@ class Session:
         """Whether it has ended and takes no new work."""
         return self._closed
 
+    @shows_options
     def sandbox(self, **options: Unpack[SandboxOptions]) -> Sandbox:
         """A sandbox of this session, unstarted: it starts on ``with``, ``await``, `start` or its first use."""
         self._check_open()
@@ -103,7 +106,7 @@ class Session:
         *,
         tags: Sequence[str] | None = None,
         provider: str | Provider | None = None,
-        status: str | SandboxState | None = None,
+        status: StateName | SandboxState | None = None,
         show_terminated: bool = False,
         adopt: bool = False,
         take: bool = False,
@@ -189,6 +192,11 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await block_exit.leave_async(self._begin_close(failed=block_exit.is_failure(error)), error)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Session cannot be pickled: pass the sandbox_id of each, and Session.from_id() there"
+        )
 
     def __repr__(self) -> str:
         return f"<Session {self.session_id} {'closed' if self._closed else 'open'} sandboxes={self.sandbox_count}>"

@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable
-from typing import IO, Any, TypeVar
+import os
+import threading
+from collections import deque
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from lowtide import loops, validate
 from lowtide.errors import ValidationError
+from lowtide.in_thread import in_thread
 
 T = TypeVar("T")
 
 _CHUNK = 1 << 20
+_STDIN_CHUNK = 64 << 10
+_AHEAD = 16  # items of an iterable that wait here
 
 
 def chunks_of(data: bytes | Iterable[bytes] | AsyncIterable[bytes]) -> AsyncIterable[bytes]:
@@ -38,6 +44,29 @@ def chunks_of(data: bytes | Iterable[bytes] | AsyncIterable[bytes]) -> AsyncIter
     return _from_thread(data)
 
 
+def stdin_of(data: Any) -> AsyncIterable[bytes]:
+    """What a command reads: bytes, text, an open file, or an iterable of either."""
+    read = getattr(data, "read1", None) or getattr(data, "read", None)
+    if callable(read) and not isinstance(data, str | bytes | bytearray):
+        return _from_thread(_reads(read))  # from where the file is now
+    if isinstance(data, str):
+        return blocks(validate.content("stdin", data))
+    if not isinstance(data, bytes | bytearray | memoryview | Iterable | AsyncIterable) or isinstance(
+        data, Mapping
+    ):
+        raise ValidationError(
+            "stdin must be a bool, bytes, a string, an open file or an iterable of bytes, "
+            f"not {type(data).__name__}",
+            argument="stdin",
+        )
+    return chunks_of(data)
+
+
+def _reads(read: Callable[[int], Any]) -> Iterator[Any]:
+    while block := read(_STDIN_CHUNK):
+        yield block
+
+
 async def blocks(content: bytes) -> AsyncIterator[bytes]:
     if len(content) <= _CHUNK:
         yield content
@@ -47,18 +76,53 @@ async def blocks(content: bytes) -> AsyncIterator[bytes]:
         yield bytes(view[start : start + _CHUNK])
 
 
-async def read_blocks(file: IO[bytes]) -> AsyncIterator[bytes]:
-    loop = asyncio.get_running_loop()
-    while block := await loop.run_in_executor(None, file.read, _CHUNK):
+async def read_blocks(descriptor: int, size: int | None) -> AsyncIterator[bytes]:
+    """An open file to the size it had, however it grows; None: to its end (files that say nothing of their size)."""
+    left = size
+    while left is None or left > 0:
+        most = _CHUNK if left is None else min(_CHUNK, left)
+        block = await in_thread(lambda most=most: os.read(descriptor, most))  # type: ignore[misc]
+        if not block:
+            return
+        left = None if left is None else left - len(block)
         yield block
 
 
-async def _from_thread(data: Iterable[bytes]) -> AsyncIterator[bytes]:
+async def _from_thread(data: Iterable[Any]) -> AsyncIterator[bytes]:
+    """An iterable in a thread of its own: it may block, and is never further ahead than it is taken."""
     loop = asyncio.get_running_loop()
-    source = iter(data)
-    end = object()
-    while (chunk := await loop.run_in_executor(None, next, source, end)) is not end:
-        yield validate.content("data", chunk)
+    items: deque[Any] = deque()
+    room = threading.Semaphore(_AHEAD)
+    arrived = asyncio.Event()
+    over = False
+
+    def run() -> None:
+        for item in data:
+            room.acquire()
+            if over:
+                return
+            items.append(item)
+            loop.call_soon_threadsafe(arrived.set)
+
+    running = asyncio.ensure_future(in_thread(run))
+    running.add_done_callback(lambda _: arrived.set())
+    try:
+        while True:
+            ended = running.done()  # asked first: what came before the end is taken
+            while items:
+                room.release()
+                yield validate.content("data", items.popleft())
+            if ended:
+                break
+            await arrived.wait()
+            arrived.clear()
+        await running
+    finally:
+        over = True
+        room.release()
+        if running.done() and not running.cancelled():
+            running.exception()
+        running.cancel()
 
 
 async def _from_loop(data: AsyncIterable[bytes], home: asyncio.AbstractEventLoop) -> AsyncIterator[bytes]:

@@ -6,9 +6,10 @@ import codecs
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar, cast
 
 from lowtide import loops
+from lowtide.arguments import content
 from lowtide.errors import SandboxError
 from lowtide.operation import Operation, generation, refuse_to_block
 
@@ -25,11 +26,17 @@ _END = object()
 class StreamReader(Generic[T]):
     """What a command prints, in chunks as they come: ``for chunk in reader`` or ``async for``.
 
-    A chunk is not a line. Text is decoded as UTF-8 across chunk borders; a byte that is no UTF-8
+    A chunk is not a line; `lines` gives those. Text is decoded as UTF-8 across chunk borders; a byte that is no UTF-8
     becomes U+FFFD. An error of the sandbox is raised where the stream breaks off.
     """
 
-    def __init__(self, *, text: bool, on_close: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        text: bool,
+        on_close: Callable[[], object] | None = None,
+        on_raise: Callable[[], object] | None = None,
+    ) -> None:
         self._chunks: deque[bytes] = deque()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace") if text else None
         self._on_close = on_close
@@ -37,6 +44,9 @@ class StreamReader(Generic[T]):
         self._closed = False
         self._error: BaseException | None = None
         self._buffered = 0
+        self._on_raise = on_raise
+        self.wanted = False
+        """Whether anybody has begun to read."""
         self._lock = threading.Lock()
         self._waiting: list[Callable[[], object]] = []
         self._room: asyncio.Future[None] | None = None
@@ -65,6 +75,13 @@ class StreamReader(Generic[T]):
             raise StopAsyncIteration
         return cast("T", piece)
 
+    def lines(self) -> Lines[T]:
+        """Whole lines, each with its end: ``for line in process.stdout.lines()`` or ``async for``.
+
+        A line ends at ``\\n``; the last one may have no end.
+        """
+        return Lines(self)
+
     def close(self) -> None:
         """Read no further. A command goes on; a file transfer ends."""
         with self._lock:
@@ -77,7 +94,15 @@ class StreamReader(Generic[T]):
         if self._on_close is not None:
             self._on_close()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a stream cannot be pickled: read it here and pass on what it brings")
+
     # The engine's side.
+
+    @property
+    def buffered(self) -> int:
+        """Bytes that have come and nobody has taken."""
+        return self._buffered
 
     def put(self, data: bytes) -> None:
         """More has come."""
@@ -113,6 +138,7 @@ class StreamReader(Generic[T]):
     def _take(self) -> object:
         if self._generation != generation():
             raise SandboxError("this stream was opened before os.fork() and belongs to the parent process")
+        self.wanted = True
         with self._lock:
             while self._chunks:
                 data = self._chunks.popleft()
@@ -130,6 +156,8 @@ class StreamReader(Generic[T]):
                 self._decoder.reset()
                 return rest
             if self._error is not None:
+                if self._on_raise is not None:
+                    self._on_raise()
                 raise self._error
             return _END
 
@@ -158,6 +186,54 @@ class StreamReader(Generic[T]):
             room.get_loop().call_soon_threadsafe(_tell, room)
 
 
+class Lines(Generic[T]):
+    """The lines of a `StreamReader`."""
+
+    def __init__(self, reader: StreamReader[T]) -> None:
+        self._reader = reader
+        self._ready: deque[T] = deque()
+        self._rest: list[T] = []  # pieces of a line whose end has not come: joined once
+        self._ended = False
+
+    def __iter__(self) -> Lines[T]:
+        return self
+
+    def __next__(self) -> T:
+        while not self._ready:
+            if self._ended:
+                raise StopIteration
+            self._take(next(self._reader, None))
+        return self._ready.popleft()
+
+    def __aiter__(self) -> Lines[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        while not self._ready:
+            if self._ended:
+                raise StopAsyncIteration
+            self._take(await anext(self._reader, None))
+        return self._ready.popleft()
+
+    def _take(self, chunk: T | None) -> None:
+        if chunk is None:
+            self._ended = True
+            if self._rest:
+                self._ready.append(self._joined())
+            return
+        end = "\n" if isinstance(chunk, str) else b"\n"
+        *whole, rest = chunk.split(end)  # type: ignore[arg-type]
+        for piece in whole:
+            self._rest.append(cast("T", piece + end))  # type: ignore[operator]
+            self._ready.append(self._joined())
+        if rest:
+            self._rest.append(rest)
+
+    def _joined(self) -> T:
+        pieces, self._rest = self._rest, []
+        return pieces[0] if len(pieces) == 1 else cast("T", pieces[0][:0].join(pieces))
+
+
 def _tell(waiting: asyncio.Future[None]) -> None:
     if not waiting.done():
         waiting.set_result(None)
@@ -175,7 +251,7 @@ class StreamWriter:
 
     def write(self, data: bytes | str) -> Operation[None]:
         """Done when the sandbox has taken it. BrokenPipeError when the command reads no more."""
-        payload = data.encode() if isinstance(data, str) else bytes(data)
+        payload = content("data", data)
         return Operation.start(self._in_turn(lambda: self._write(payload)))
 
     def writeline(self, text: str) -> Operation[None]:

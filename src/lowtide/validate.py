@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from lowtide.arguments import absolute_path as absolute_path
 from lowtide.arguments import argv as argv
 from lowtide.arguments import command as command
+from lowtide.arguments import content as content
 from lowtide.arguments import environment as environment
+from lowtide.arguments import path as path
 from lowtide.arguments import refuse
 from lowtide.arguments import strings as strings
 from lowtide.arguments import text as text
@@ -26,14 +28,6 @@ _BYTES = {"": 1, **{unit: 1000**n for n, unit in enumerate("kMGTP", 1)}, "K": 10
 _BYTES.update({f"{unit}i": 1024**n for n, unit in enumerate("KMGTP", 1)})
 
 
-def content(argument: str, value: Any) -> bytes:
-    if isinstance(value, str):
-        return value.encode()
-    if not isinstance(value, bytes | bytearray | memoryview):
-        refuse(argument, f"must be bytes or a string, not {type(value).__name__}")
-    return bytes(value)
-
-
 def tags(argument: str, value: Any) -> tuple[str, ...]:
     found = strings(argument, value)
     for tag in found:
@@ -47,19 +41,74 @@ def tags(argument: str, value: Any) -> tuple[str, ...]:
     return found
 
 
+_MOST_SECONDS = 10 * 365 * 86_400.0  # ten years: more is a mistake, and more than the kernel's timers take
+_MOST_CELLS = 0xFFFF  # what a terminal's size can say
+
+
 def seconds(argument: str, value: Any) -> float:
+    found = _seconds(argument, value)
+    if found <= 0:
+        refuse(argument, f"must be positive, not {value}")
+    return found
+
+
+def seconds_or_none(argument: str, value: Any) -> float | None:
+    return None if value is None else seconds(argument, value)
+
+
+def grace(argument: str, value: Any) -> float:
+    """Seconds, or 0 for at once."""
+    return _seconds(argument, value)
+
+
+def timeout(argument: str, value: Any) -> float | None:
+    """How long somebody waits: 0 is a look, None is for ever. What is longer than ten years is for ever, too."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value or value < 0:
+        refuse(argument, f"must be a number of seconds from 0 on, or None, not {value!r}")
+    return None if value > _MOST_SECONDS else float(value)
+
+
+def _seconds(argument: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         refuse(argument, f"must be a number of seconds, not {type(value).__name__}")
-    if not 0 < value < float("inf"):
-        refuse(argument, f"must be positive and finite, not {value}")
+    if not 0 <= value <= _MOST_SECONDS:  # also for what is no number at all
+        refuse(argument, "must be a number of seconds between 0 and ten years")
     return float(value)
 
 
 def positive(argument: str, value: Any) -> int:
+    return whole(argument, value, 1)
+
+
+def whole(argument: str, value: Any, least: int, most: int = 1 << 62) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         refuse(argument, f"must be a whole number, not {type(value).__name__}")
-    if value <= 0:
-        refuse(argument, f"must be positive, not {value}")
+    if not least <= value <= most:
+        shown = f"{value}" if abs(value) < 1 << 64 else "that"
+        bounds = f"at least {least}" if most == 1 << 62 else f"between {least} and {most}"
+        refuse(argument, f"must be {bounds}, not {shown}")
+    return int(value)
+
+
+def cells(argument: str, value: Any) -> int:
+    """Width or height of a terminal."""
+    return whole(argument, value, 1, _MOST_CELLS)
+
+
+def mode(argument: str, value: Any) -> int | None:
+    """Permissions of a file, or None."""
+    return None if value is None else whole(argument, value, 0, 0o7777)
+
+
+def signal_number(argument: str, value: Any) -> int:
+    return whole(argument, value, 1, 64)
+
+
+def flag(argument: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        refuse(argument, f"must be True or False, not {value!r}")
     return value
 
 

@@ -223,6 +223,8 @@ class ProcessSpec:
     stdin: bool = False
     """False: standard input is empty. True: `write_stdin` and `close_stdin` feed it."""
     tty: TerminalSize | None = None
+    drain_seconds: float = 1.0
+    """How long its streams are still read after its own process has ended, while others hold them."""
 
 
 STDOUT, STDERR = 1, 2
@@ -239,8 +241,10 @@ class ProcessHandle(Protocol):
     def output(self) -> AsyncIterator[tuple[int, bytes]]:
         """(STDOUT or STDERR, bytes) as they come. Called once.
 
-        Ends when the command's own process has ended and what it wrote has been read, even if a
-        background job still holds the streams. With a tty everything is STDOUT.
+        Ends when the command's own process has ended and its streams have, or `drain_seconds` later
+        where a background job still holds them; then the attribute `streams_open` is true. What was
+        written by then has been read. `exited` is true once its own process has ended. With a tty
+        everything is STDOUT.
         """
         ...
 
@@ -475,7 +479,18 @@ class DirectFiles(Protocol):
     async def write_from(
         self, sandbox_id: str, path: str, descriptor: int, *, mode: int | None = None
     ) -> int:
-        """As `write_file`, from an open file, to its end. Returns the bytes copied."""
+        """As `write_file`, from an open file, at most the size it has now, with its time. Returns the bytes copied."""
+        ...
+
+
+@runtime_checkable
+class TimedFiles(Protocol):
+    """Where a file can be written with the time it was last changed."""
+
+    async def write_file_at(
+        self, sandbox_id: str, path: str, chunks: AsyncIterable[bytes], *, mode: int, modified: float
+    ) -> int:
+        """As `write_file`. Returns the bytes written."""
         ...
 
 

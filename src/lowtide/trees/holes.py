@@ -13,18 +13,19 @@ _ZEROS = bytes(1 << 20)
 
 
 def copy_data(source: int, target: int, given_up: Callable[[], bool] = lambda: False) -> int:
-    """All of an open file into an empty one, by the kernel. The bytes it has now, holes included."""
-    if os.fstat(source).st_size == 0:
+    """An open file into an empty one, by the kernel: at most the bytes it has now, holes included."""
+    size = os.fstat(source).st_size
+    if size == 0:
         return _copy_stream(source, target, given_up)  # /proc and its like say so although there is something
-    at = size = 0
-    while not given_up():
-        size = os.fstat(source).st_size  # asked first: what is added after that is not taken for a hole
+    at = 0
+    while at < size and not given_up():
         try:
-            start = os.lseek(source, at, os.SEEK_DATA)
-            end = os.lseek(source, start, os.SEEK_HOLE)
+            start = min(os.lseek(source, at, os.SEEK_DATA), size)
+            end = min(os.lseek(source, start, os.SEEK_HOLE), size)
         except OSError as error:
-            if error.errno == errno.ENXIO:
-                break  # only a hole is left, or nothing
+            if error.errno == errno.ENXIO:  # only a hole is left, or it has become shorter
+                at = max(at, min(size, os.fstat(source).st_size))
+                break
             raise
         at = start
         while at < end and not given_up():
@@ -33,10 +34,9 @@ def copy_data(source: int, target: int, given_up: Callable[[], bool] = lambda: F
                 break
             at += count
         if at < end:
-            size = at  # it has become shorter meanwhile
-            break
-    os.ftruncate(target, max(at, size))
-    return max(at, size)
+            break  # it has become shorter meanwhile
+    os.ftruncate(target, at)
+    return at
 
 
 def write_or_skip(file: IO[bytes], data: bytes) -> None:
@@ -64,6 +64,9 @@ def _some(source: int, target: int, at: int, count: int) -> int:
 
 def _copy_stream(source: int, target: int, given_up: Callable[[], bool]) -> int:
     copied = 0
-    while not given_up() and (count := os.sendfile(target, source, None, _COPY_BYTES)):
-        copied += count
+    while not given_up() and (data := os.read(source, 1 << 20)):  # these cannot be copied by the kernel
+        view = memoryview(data)
+        while view:
+            view = view[os.write(target, view) :]
+        copied += len(data)
     return copied

@@ -56,6 +56,12 @@ class Calls:
         client = await self.clients.get(sandbox_id)
         return await files.write_file(client, path, chunks, size=size, mode=mode)
 
+    async def write_file_at(
+        self, sandbox_id: str, path: str, chunks: AsyncIterable[bytes], *, mode: int, modified: float
+    ) -> int:
+        client = await self.clients.get(sandbox_id)
+        return await files.write_file(client, path, chunks, mode=mode, modified=modified)
+
     async def stat(self, sandbox_id: str, path: str) -> FileEntry:
         return await files.stat(await self.clients.get(sandbox_id), path)
 

@@ -46,4 +46,4 @@ def file_error(number: int, path: str, **context: Any) -> LowtideError:
     words = _WORDS.get(number, errno.errorcode.get(number, f"error {number}"))
     if number in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
         return ResourceExhaustedError(f"{path}: the sandbox has no space left", **context)
-    return _KINDS.get(number, SandboxFileError)(f"{path}: {words}", path=path, **context)
+    return _KINDS.get(number, SandboxFileError)(f"{path}: {words}", path=path, number=number, **context)

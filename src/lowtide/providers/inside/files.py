@@ -37,6 +37,7 @@ async def write_file(
     size: int | None = None,
     mode: int | None = None,
     sync: bool = False,
+    modified: float | None = None,
 ) -> int:
     """Replaces the file in one step: who reads it meanwhile sees the old one or the new one."""
     words = (
@@ -44,6 +45,7 @@ async def write_file(
         _checked(client, path),
         "-" if mode is None else str(mode & 0o7777),
         "s" if sync else "-",
+        "-" if modified is None or modified < 0 else str(int(modified)),
     )
     async with client.call(*words, stdin=True) as process:
         answer = _answer(client, process, path)

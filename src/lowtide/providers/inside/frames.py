@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import struct
 
-START, INPUT, INPUT_END, SIGNAL, END, CREDIT, RESIZE, RENEW, FORGET, BYE = range(1, 11)
-STDOUT, STDERR, EXITED, STARTED, INPUT_BROKEN, INPUT_TAKEN, REFUSED, ENDED, RENEWED = range(1, 10)
+START, INPUT, INPUT_END, SIGNAL, END, CREDIT, RESIZE, RENEW, FORGET, BYE, SETTLE = range(1, 12)
+STDOUT, STDERR, EXITED, STARTED, INPUT_BROKEN, INPUT_TAKEN, REFUSED, ENDED, RENEWED, LEFT = range(1, 11)
 
 WANTS_INPUT, TERMINAL, CALL = 1, 2, 4
 UNKNOWN_USER = 1000
+STREAMS_OPEN = 0x100  # beside an exit code: others held its streams when they were let go
 
 HEAD = struct.Struct("<LBL")
 NUMBER = struct.Struct("<L")

@@ -435,48 +435,81 @@ static long write_file_all(int fd, const u8 *p, u32 n)
 	return 0;
 }
 
-static int open_parent(char *path, char **name)
+/* A path that is longer than the kernel takes is walked down: a directory, and what is left from there. */
+static int walk_down(char **path)
+{
+	long at = AT_CWD;
+	while (length(*path) >= 4000) {
+		char *cut = *path + 3000;
+		while (cut > *path && *cut != '/') cut--;
+		if (cut == *path) break;
+		*cut = 0;
+		long below = K(openat, at, *path, O_PATH | O_DIRECTORY | O_CLOEXEC);
+		*cut = '/';
+		if (at != AT_CWD) K(close, at);
+		if (below < 0) return below;
+		at = below;
+		for (*path = cut; **path == '/'; ++*path) {}
+	}
+	return at;
+}
+static void close_at(int at) { if (at >= 0) K(close, at); }
+
+static int open_parent(int at, char *path, char **name)
 {
 	/* The directory part is opened; `name` is what is left. */
 	char *slash = 0;
 	for (char *p = path; *p; p++) if (*p == '/') slash = p;
 	*name = slash ? slash + 1 : path;
-	if (!slash) return K(openat, AT_CWD, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-	if (slash == path) return K(openat, AT_CWD, "/", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+	if (!slash) return K(openat, at, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+	if (slash == path) return K(openat, at, "/", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 	*slash = 0;
-	long fd = K(openat, AT_CWD, path, O_PATH | O_DIRECTORY | O_CLOEXEC);
+	long fd = K(openat, at, path, O_PATH | O_DIRECTORY | O_CLOEXEC);
 	*slash = '/';
 	return fd;
 }
 
 static long make_dirs(char *path, int last_too)
 {
+	char *base = path; /* what is before it is open at `at` */
+	long error = -ENOENT, at = AT_CWD;
 	for (char *p = path + 1; path[0]; p++) {
-		if (*p != '/' && *p) continue;
+		if ((*p != '/' && *p) || p < base) continue;
 		char was = *p;
-		if (!was && !last_too) return 0;
+		if (!was && !last_too) { error = 0; break; }
 		*p = 0;
-		long error = K(mkdirat, AT_CWD, path, 0777);
-		*p = was;
+		error = K(mkdirat, at, base, 0777);
 		if (error == -EEXIST || error == -EROFS || error == -EACCES || error == -EPERM) {
 			struct statx s;
-			*p = 0;
-			long known = K(statx, AT_CWD, path, 0, STATX_TYPE, &s);
-			*p = was;
-			if (known < 0) return known == -ENOENT ? error : known;
-			if ((s.stx_mode & S_IFMT) != S_IFDIR) return was || error != -EEXIST ? -ENOTDIR : -EEXIST;
-		} else if (error < 0) {
-			return error;
+			long known = K(statx, at, base, 0, STATX_TYPE, &s);
+			if (known < 0) error = known == -ENOENT ? error : known;
+			else if ((s.stx_mode & S_IFMT) != S_IFDIR) error = was || error != -EEXIST ? -ENOTDIR : -EEXIST;
+			else error = 0;
 		}
-		if (!was) return 0;
+		if (error == 0 && was && p - base > 3000) {
+			long below = K(openat, at, base, O_PATH | O_DIRECTORY | O_CLOEXEC);
+			close_at(at);
+			if (below < 0) return *p = was, below;
+			at = below;
+			for (base = p + 1; *base == '/'; base++) {}
+		}
+		*p = was;
+		if (error < 0 || !was) break;
 	}
-	return -ENOENT;
+	close_at(at);
+	return error;
 }
 
 static void strip(char *path)
 {
 	u64 n = length(path);
 	while (n > 1 && path[n - 1] == '/') path[--n] = 0;
+}
+
+static void stamp(int fd, long mtime)
+{
+	struct { long sec, nsec; } times[2] = {{mtime, 0}, {mtime, 0}};
+	K(utimensat, fd, 0, times, 0);
 }
 
 static char *temporary_name(void)
@@ -498,10 +531,12 @@ static void read_file(char *path)
 	if ((s.stx_mode & S_IFMT) == S_IFDIR) fail(-EISDIR);
 	if ((s.stx_mode & S_IFMT) != S_IFREG) fail(-EINVAL);
 	say(1, "ok\n");
+	u64 left = s.stx_size ? s.stx_size : ~0UL; /* as much as there is now; /proc says 0 whatever there is */
 	for (;;) {
-		long n = K(read, fd, block + 4, CHUNK);
+		long n = K(read, fd, block + 4, left < CHUNK ? left : CHUNK);
 		if (n == -EINTR) continue;
 		if (n <= 0) pass_end(n);
+		left -= n;
 		u32 head = n;
 		memcpy(block, &head, 4);
 		if (write_all(1, block, n + 4)) leave(1);
@@ -509,7 +544,7 @@ static void read_file(char *path)
 }
 
 /* What comes, or what the file `from` holds, takes the place of a file in one step. `from` is gone then. */
-static void write_file(char *given, const char *mode_text, int sync, const char *from)
+static void write_file(char *given, const char *mode_text, int sync, const char *from, const char *moment)
 {
 	static char path[4200], target[4200];
 	struct statx s;
@@ -550,7 +585,7 @@ static void write_file(char *given, const char *mode_text, int sync, const char 
 	}
 	error = make_dirs(path, 0);
 	if (error < 0) fail(error);
-	long directory = open_parent(path, &name);
+	long directory = open_parent(AT_CWD, path, &name);
 	if (directory < 0) fail(directory);
 	long source = from ? K(openat, AT_CWD, from, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC) : 0;
 	if (source < 0) fail(source);
@@ -571,6 +606,7 @@ static void write_file(char *given, const char *mode_text, int sync, const char 
 	}
 	if (error == 0 && keep) K(fchown, fd, uid, gid);
 	if (error == 0 && (keep || *mode_text != '-')) error = K(fchmod, fd, mode);
+	if (error == 0 && *moment != '-') stamp(fd, number(moment));
 	if (error == 0 && sync) error = K(fsync, fd);
 	if (error == 0 && K(close, fd) < 0) error = -EIO; /* some network file systems say only here that it is full */
 	if (error == 0) error = K(renameat2, directory, temporary, directory, name, 0);
@@ -649,6 +685,7 @@ static long remove_under(int at, const char *name, int depth)
 		K(lseek, fd, 0, 0);
 		EACH_NAME(fd, buffer, child) {
 			error = remove_under(fd, child, depth + 1);
+			if (error == -EACCES && K(fchmod, fd, 0700) >= 0) error = remove_under(fd, child, depth + 1); /* nobody could write here */
 			if (error < 0 && error != -ENOENT) { K(close, fd); return error; }
 			again = 1;
 		}
@@ -721,6 +758,21 @@ static void member(const char *name, char type, const struct statx *s, u64 size,
 	}
 }
 
+/* What other programs pass over: how much of the file before it is real, or a name that cannot be in a tar. */
+static void mark(const char *key, const char *value)
+{
+	static char text[LONGEST + 100];
+	u64 n = put_record(text, key, value) - text;
+	memset(header, 0, 512);
+	put(header, "././@PaxHeader");
+	octal(100, 8, 0644);
+	octal(124, 12, n);
+	header[156] = 'g';
+	seal();
+	pass(text, n);
+	fill(n);
+}
+
 static char where[LONGEST], target_of_link[4200];
 
 static void pack(int at, const char *name, u64 end, int depth)
@@ -743,17 +795,25 @@ static void pack(int at, const char *name, u64 end, int depth)
 		long fd = K(openat, at, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
 		if (fd == -ENOENT) return;
 		if (fd < 0) pass_end(fd);
-		u64 left = s.stx_size;
+		u64 left = s.stx_size, real = left;
+		struct statx now;
+		char text[24];
 		member(where, '0', &s, left, "");
 		while (left) { /* exactly as long as announced, whatever happens to it meanwhile */
 			long n = K(read, fd, block, left < CHUNK ? left : CHUNK);
 			if (n == -EINTR) continue;
 			if (n < 0) pass_end(n);
+			if (n == 0 && real == s.stx_size) real -= left;
 			if (n == 0) { n = left < CHUNK ? left : CHUNK; memset(block, 0, n); }
 			pass(block, n);
 			left -= n;
 		}
 		fill(s.stx_size);
+		error = K(statx, fd, "", AT_EMPTY_PATH, STATX_BASIC_STATS, &now);
+		if (error < 0 || now.stx_size != s.stx_size || now.stx_mtime.tv_sec != s.stx_mtime.tv_sec || now.stx_mtime.tv_nsec != s.stx_mtime.tv_nsec) {
+			put_number(text, real);
+			mark("LOWTIDE.read", text);
+		}
 		K(close, fd);
 	} else if (type == S_IFDIR) {
 		if (depth > 1000) pass_end(-ELOOP);
@@ -769,6 +829,8 @@ static void pack(int at, const char *name, u64 end, int depth)
 			pack(fd, child, end + 1 + n, depth + 1);
 		}
 		K(close, fd);
+	} else {
+		mark("LOWTIDE.skipped", where + 2);
 	}
 }
 
@@ -812,20 +874,33 @@ static u64 folders_filled;
 #define FOLDERS (16UL << 20)
 struct folder { long mtime; u32 mode, size; };
 
-static void settle_folder(const char *name, u32 mode, long mtime)
+static void settle_folder(char *name, u32 mode, long mtime)
 {
 	struct { long sec, nsec; } times[2] = {{mtime, 0}, {mtime, 0}};
-	K(fchmodat, AT_CWD, name, mode);
-	K(utimensat, AT_CWD, name, times, 0);
+	int at = walk_down(&name);
+	K(fchmodat, at, name, mode);
+	if (mtime >= 0) K(utimensat, at, name, times, 0);
+	close_at(at);
 }
+/* The last first: one that nobody may enter keeps what is in it from being settled. */
 static void settle_folders(void)
 {
-	for (u64 at = 0; at < folders_filled;) {
+	for (u64 at = FOLDERS - folders_filled; at < FOLDERS;) {
 		struct folder f;
 		memcpy(&f, folders + at, sizeof f);
 		settle_folder((char *)folders + at + sizeof f, f.mode, f.mtime);
 		at += sizeof f + f.size;
 	}
+}
+/* Until the end it can be written to, whatever it may be for. */
+static void keep_folder(char *name, u32 mode, long mtime)
+{
+	struct folder f = {mtime, mode, (u32)length(name) + 1};
+	if (folders_filled + sizeof f + f.size > FOLDERS) { settle_folder(name, mode, mtime); return; }
+	settle_folder(name, mode | 0700, -1);
+	folders_filled += sizeof f + f.size;
+	memcpy(folders + FOLDERS - folders_filled, &f, sizeof f);
+	memcpy(folders + FOLDERS - folders_filled + sizeof f, name, f.size);
 }
 
 /* The extended header's records that matter here. */
@@ -865,11 +940,10 @@ static char *inward(char *name)
 	return name;
 }
 
-static long unpack_file(char *name, u32 mode, long mtime, u64 size)
+static long unpack_file(int at, char *name, u32 mode, long mtime, u64 size)
 {
-	struct { long sec, nsec; } times[2] = {{mtime, 0}, {mtime, 0}};
 	char *last, *temporary = temporary_name();
-	long directory = open_parent(name, &last), error;
+	long directory = open_parent(at, name, &last), error;
 	if (directory < 0) return directory;
 	long fd = K(openat, directory, temporary, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
 	error = fd < 0 ? fd : 0;
@@ -880,7 +954,7 @@ static long unpack_file(char *name, u32 mode, long mtime, u64 size)
 		error = write_file_all(fd, block, got);
 	}
 	if (error == 0) error = K(fchmod, fd, mode);
-	if (error == 0) K(utimensat, fd, 0, times, 0);
+	if (error == 0) stamp(fd, mtime);
 	if (fd >= 0) K(close, fd);
 	if (error == 0) error = K(renameat2, directory, temporary, directory, last, 0);
 	if (error < 0 && fd >= 0) K(unlinkat, directory, temporary, 0);
@@ -899,6 +973,8 @@ static void write_tree(char *path)
 	if (error < 0) fail(error);
 	folders = pages(FOLDERS);
 	if (!folders) fail(-ENOMEM);
+	struct statx top;
+	if (K(statx, AT_CWD, ".", 0, STATX_MODE, &top) == 0 && (top.stx_mode & 0300) != 0300) keep_folder(".", top.stx_mode & 07777, -1);
 	say(1, "ok\n");
 	for (;;) {
 		error = fetch_all(header, 512);
@@ -932,33 +1008,33 @@ static void write_tree(char *path)
 		if (!long_link) { memcpy(link_name, header + 157, 100); link_name[100] = 0; }
 		u32 mode = parse(header + 100, 8) & 07777;
 		long mtime = parse(header + 136, 12);
-		char *name = inward(member_name), *link;
+		char *name = inward(member_name), *link, *rest = name;
 		u64 n = length(member_name);
 		int folder = type == '5' || (type == 0 && n && member_name[n - 1] == '/');
 		if (!name) { error = -EINVAL; break; }
 		if (*name) error = make_dirs(name, folder);
 		if (error < 0) break;
+		int at = folder ? AT_CWD : walk_down(&rest);
+		if (at < 0 && at != AT_CWD) { error = at; break; }
 		if (folder) {
-			const char *kept = *name ? name : ".";
-			struct folder f = {mtime, mode, (u32)length(kept) + 1};
-			if (folders_filled + sizeof f + f.size > FOLDERS) { settle_folder(kept, mode, mtime); }
-			else {
-				memcpy(folders + folders_filled, &f, sizeof f);
-				memcpy(folders + folders_filled + sizeof f, kept, f.size);
-				folders_filled += sizeof f + f.size;
-			}
+			if (*name) keep_folder(name, mode, mtime);
 		} else if (*name && (type == '0' || type == 0 || type == '7')) {
-			if ((error = unpack_file(name, mode, mtime, size)) < 0) break;
-			if ((error = fetch_all(block, -size & 511)) < 0) break;
+			error = unpack_file(at, rest, mode, mtime, size);
+			if (error == 0) error = fetch_all(block, -size & 511);
 			size = 0;
 		} else if (*name && (type == '2' || type == '1' || type == '6')) {
-			K(unlinkat, AT_CWD, name, 0);
-			if (type == '2') error = K(symlinkat, link_name, AT_CWD, name);
-			else if (type == '6') error = K(mknodat, AT_CWD, name, S_IFIFO | mode, 0);
-			else error = (link = inward(link_name)) ? K(linkat, AT_CWD, link, AT_CWD, name, 0) : -EINVAL;
-			if (error < 0) break;
+			K(unlinkat, at, rest, 0);
+			if (type == '2') error = K(symlinkat, link_name, at, rest);
+			else if (type == '6') error = K(mknodat, at, rest, S_IFIFO | mode, 0);
+			else if ((link = inward(link_name))) {
+				int from = walk_down(&link);
+				error = K(linkat, from, link, at, rest, 0);
+				close_at(from);
+			} else error = -EINVAL;
 			size = 0;
 		}
+		close_at(at);
+		if (error < 0) break;
 		for (u64 left = size ? (size + 511) & ~511UL : 0; left && error == 0;) { /* of a kind that is not for us */
 			got = fetch(block, left < CHUNK ? left : CHUNK);
 			if (got <= 0) error = got < 0 ? got : -EPROTO;
@@ -1009,8 +1085,8 @@ static __attribute__((noreturn)) void call(char **argv, int argc)
 	K(rt_sigprocmask, SIG_BLOCK, &pipe, 0, 8);
 	if (argc < 2) fail(-EINVAL);
 	if (same(what, "read")) read_file(argv[1]);
-	if (same(what, "write")) write_file(argv[1], second, argc > 3 && argv[3][0] == 's', 0);
-	if (same(what, "replace")) write_file(argv[1], second, 0, argc > 3 ? argv[3] : "");
+	if (same(what, "write")) write_file(argv[1], second, argc > 3 && argv[3][0] == 's', 0, argc > 4 ? argv[4] : "-");
+	if (same(what, "replace")) write_file(argv[1], second, 0, argc > 3 ? argv[3] : "", "-");
 	if (same(what, "list")) list(argv[1]);
 	if (same(what, "stat")) stat_path(argv[1]);
 	if (same(what, "mkdir")) { strip(argv[1]); finish(make_dirs(argv[1], 1)); }
@@ -1212,8 +1288,8 @@ static struct client *new_client(void)
 /* -- commands ---------------------------------------------------------------------------------------- */
 
 /* A frame: length of what follows (4 bytes), kind (1), which command (4), then the rest. */
-enum { START = 1, INPUT, INPUT_END, SIGNAL, END, CREDIT, RESIZE, RENEW, FORGET, BYE };                    /* to us */
-enum { STDOUT = 1, STDERR, EXITED, STARTED, INPUT_BROKEN, INPUT_TAKEN, REFUSED, ENDED, RENEWED };        /* from us */
+enum { START = 1, INPUT, INPUT_END, SIGNAL, END, CREDIT, RESIZE, RENEW, FORGET, BYE, SETTLE };            /* to us */
+enum { STDOUT = 1, STDERR, EXITED, STARTED, INPUT_BROKEN, INPUT_TAKEN, REFUSED, ENDED, RENEWED, LEFT };  /* from us */
 enum { WANTS_INPUT = 1, TERMINAL = 2, CALL = 4 };
 
 #define COMMANDS 1024
@@ -1227,6 +1303,8 @@ static struct command {
 	int used, call, pid, child, in, out, err, status, exited, said, code, input_over, deaf, keeper_gone, terminal;
 	int ending, ended, living;
 	long end_from, end_grace, end_next, end_pause;
+	int left, settling, rest[2]; /* it has exited and others hold its streams; as much of them is still read */
+	int hung, open_line; /* nobody has its terminal open; what was typed last was no end of a line */
 	u8 signals[8]; /* that came before the child was known, in their order */
 	long credit; /* how much output the other side will take */
 	u8 *input;
@@ -1409,10 +1487,12 @@ static void feed(struct command *c)
 		if (n == -EAGAIN) return;
 		if (n < 0) { shut(&c->in); frame(c->client, INPUT_BROKEN, c->id, 0, 0); return; }
 		c->from += n;
+		c->open_line = c->input[c->from - 1] != '\n';
 		frame_number(c->client, INPUT_TAKEN, c->id, n);
 	}
 	c->from = c->to = 0;
-	if (c->input_over && c->terminal && c->in >= 0) K(write, c->in, "\4", 1);
+	/* As a person types it: once more after an open line, which the first one only hands over. */
+	if (c->input_over && c->terminal && c->in >= 0) K(write, c->in, "\4\4", 1 + c->open_line);
 	if (c->input_over) shut(&c->in);
 }
 
@@ -1422,13 +1502,17 @@ static int drain(struct command *c, int *fd, u8 kind)
 	static u8 data[PIECE];
 	for (int rounds = 0; *fd >= 0; rounds++) {
 		long most = c->deaf || c->credit > PIECE ? PIECE : c->credit;
-		if (most <= 0 || (rounds == 8 && !c->exited) || (!c->deaf && room(c->client) < RESERVE + PIECE + 9)) return 0;
+		if (c->settling && most > c->rest[kind - 1]) most = c->rest[kind - 1];
+		if (c->settling && !c->rest[kind - 1]) return 1;
+		if (most <= 0 || (rounds == 8 && (!c->exited || c->left)) || (!c->deaf && room(c->client) < RESERVE + PIECE + 9)) return 0;
 		long n = K(read, *fd, data, most);
 		if (n == -EINTR) continue;
 		if (n == -EAGAIN) return 1;
-		if (n <= 0) { shut(fd); return 1; } /* a terminal that nobody holds any more says EIO */
+		if (n < 0 && c->terminal && !c->exited) { c->hung = 1; return 1; } /* nobody holds it now: closed, it would kill the command */
+		if (n <= 0) { shut(fd); return 1; }
 		if (c->deaf) { if (rounds < 64) continue; return 1; }
 		c->credit -= n;
+		c->rest[kind - 1] -= c->settling ? n : 0;
 		frame(c->client, kind, c->id, data, n);
 	}
 	return 1;
@@ -1441,13 +1525,19 @@ static void release(struct command *c)
 	c->used = 0;
 }
 
-/* What the command wrote has been read: it is over, even if a background job holds the pipes. */
+/* It is over when its streams have ended. Where a background job holds them, the client is told and says how long
+ * it still listens: then what is there is read, and no more. */
 static void settle(struct command *c)
 {
 	if (!c->exited || c->said) return;
 	if (!(drain(c, &c->out, STDOUT) & drain(c, &c->err, STDERR))) return;
+	int held = c->out >= 0 || c->err >= 0;
+	if (held && c->client && !c->deaf && !c->call && !c->settling) {
+		if (!c->left && room(c->client) >= RESERVE) { frame_number(c->client, LEFT, c->id, c->code); c->left = 1; }
+		return;
+	}
 	shut(&c->in); shut(&c->out); shut(&c->err);
-	frame_number(c->client, EXITED, c->id, c->code);
+	frame_number(c->client, EXITED, c->id, c->code | held << 8);
 	c->said = 1;
 	if (main_command == c - commands) leave(c->code);
 	release(c);
@@ -1603,6 +1693,12 @@ static void take(struct client *from, u8 *data, u32 n)
 		K(ioctl, c->out, TIOCSWINSZ, size);
 	} else if (kind == FORGET) {
 		c->deaf = 1;
+		settle(c);
+	} else if (kind == SETTLE && c->left && !c->settling) {
+		c->settling = 1;
+		c->rest[0] = c->rest[1] = PIECE; /* of a terminal, which does not say how much there is */
+		if (!c->terminal && c->out >= 0) K(ioctl, c->out, FIONREAD, &c->rest[0]);
+		if (!c->terminal && c->err >= 0) K(ioctl, c->err, FIONREAD, &c->rest[1]);
 		settle(c);
 	} else if (kind == END) {
 		begin_end(c, value);
@@ -1808,13 +1904,13 @@ static __attribute__((noreturn)) void serve(int listener)
 			struct command *c = &commands[i];
 			if (!c->used) continue;
 			busy = 1;
-			int more = c->deaf || (c->credit > 0 && c->client && room(c->client) >= RESERVE + PIECE + 9);
+			int more = (!c->hung || c->exited) && (c->deaf || (c->credit > 0 && c->client && room(c->client) >= RESERVE + PIECE + 9));
 			if (c->exited && !c->said && more) { settle(c); if (!c->used) { i--; continue; } }
 			if (c->ending && !c->ended) sooner(&wake, c->end_next);
 			int inputs = c->in >= 0 && c->from < c->to && (!c->client || room(c->client) >= RESERVE);
 			w[n++] = (struct pollfd){.fd = inputs ? c->in : -1, .events = POLLOUT};
-			w[n++] = (struct pollfd){.fd = more && !c->exited ? c->out : -1, .events = POLLIN};
-			w[n++] = (struct pollfd){.fd = more && !c->exited ? c->err : -1, .events = POLLIN};
+			w[n++] = (struct pollfd){.fd = more && !c->settling ? c->out : -1, .events = POLLIN};
+			w[n++] = (struct pollfd){.fd = more && !c->settling ? c->err : -1, .events = POLLIN};
 			w[n++] = (struct pollfd){.fd = c->status, .events = POLLIN};
 		}
 		if (!as_init && !busy && !present) { /* nobody and nothing: the next one starts another */

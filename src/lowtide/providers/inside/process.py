@@ -36,6 +36,9 @@ class InsideProcess:
         self._input_open = spec.stdin or spec.tty is not None
         self._taken = asyncio.Event()
         self._deaf = False
+        self.exited = False
+        """Its own process has ended; others may still hold its streams."""
+        self.streams_open = False
 
     # -- what the seam asks for
 
@@ -144,9 +147,13 @@ class InsideProcess:
                 not self.started.done()
             ):  # a program that leaves out the start must not leave us waiting for it
                 self.started.set_result(None)
+            self.exited, self.streams_open = True, bool(frames.value(data) & frames.STREAMS_OPEN)
             self._output.finish(frames.value(data) & 0xFF)
         elif kind == frames.STARTED and not self.started.done():
             self.started.set_result(None)
+        elif kind == frames.LEFT and not self.exited:
+            self.exited = True
+            asyncio.get_running_loop().call_later(self._spec.drain_seconds, self._settle)
         elif kind == frames.INPUT_TAKEN:
             self._on_the_way = max(0, self._on_the_way - frames.value(data))
             self._taken.set()
@@ -184,6 +191,11 @@ class InsideProcess:
                 **self._context,
             )
         return ResourceExhaustedError("the sandbox can start no more processes", **self._context)
+
+    def _settle(self) -> None:
+        """Long enough: what is there is still read, and no more."""
+        if not self._output.ended:
+            self._client.tell_if_alive(frames.SETTLE, self.number)
 
     def _end_input(self) -> None:
         self._input_open = False

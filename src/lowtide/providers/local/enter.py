@@ -190,6 +190,7 @@ class Entrance:
             sandbox_id=sandbox_id,
             streams=streams,
             stdin=stdin,
+            drain_seconds=spec.drain_seconds,
         )
         if isinstance(starter, CommandStarter):
             process.count_in(starter)

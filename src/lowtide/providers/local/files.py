@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from lowtide import errors
+from lowtide.in_thread import in_thread
 from lowtide.providers.base import FileEntry, FileKind
 from lowtide.providers.local.spawner_client import Message, Reply
 from lowtide.providers.local.wait_readable import readable
@@ -47,7 +48,7 @@ def file_error(code: int, why: str, path: str, sandbox_id: str) -> errors.Sandbo
     if code in (errno.ENOSPC, errno.EDQUOT):
         return errors.ResourceExhaustedError(message, provider="local", sandbox_id=sandbox_id)
     kind = _CLASSES.get(code, errors.SandboxFileError)
-    return kind(message, path=path, provider="local", sandbox_id=sandbox_id)
+    return kind(message, path=path, number=code, provider="local", sandbox_id=sandbox_id)
 
 
 async def answer(reply: Reply, path: str, sandbox_id: str) -> tuple[Message, list[int]]:
@@ -66,7 +67,9 @@ async def read_file(inside: Caller, path: str) -> AsyncIterator[bytes]:
     with await inside("read", [], path=path) as reply:
         _, fds = await answer(reply, path, inside.sandbox_id)
     with os.fdopen(fds[0], "rb", buffering=0) as file:
-        while data := file.read(_CHUNK):
+        left = os.fstat(fds[0]).st_size or None  # /proc and its like say 0 although there is something
+        while (left is None or left > 0) and (data := file.read(min(_CHUNK, left or _CHUNK))):
+            left = None if left is None else left - len(data)
             yield data
             await asyncio.sleep(0)
 
@@ -97,7 +100,10 @@ async def read_into(inside: Caller, path: str, descriptor: int) -> int:
 async def write_from(inside: Caller, path: str, descriptor: int, mode: int | None) -> int:
     async with _replacing(inside, path, mode) as fd:
         with _disk_errors(inside, path):
-            return await copy(descriptor, fd)
+            info = os.fstat(descriptor)
+            count = await copy(descriptor, fd)
+            os.utime(fd, ns=(info.st_atime_ns, info.st_mtime_ns))
+            return count
 
 
 @contextlib.asynccontextmanager
@@ -130,7 +136,7 @@ async def copy(source: int, target: int) -> int:
     def work() -> int:
         return copy_data(source, target, lambda: stopped)
 
-    copying = asyncio.get_running_loop().run_in_executor(None, work)
+    copying = asyncio.ensure_future(in_thread(work))
     try:
         return await asyncio.shield(copying)
     except asyncio.CancelledError:

@@ -9,7 +9,7 @@ import fcntl
 import os
 import struct
 import termios
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 from lowtide.errors import (
     ResourceExhaustedError,
@@ -40,6 +40,7 @@ class LocalProcess:
         sandbox_id: str,
         streams: dict[int, int],
         stdin: int | None,
+        drain_seconds: float,
     ) -> None:
         self._client, self._reply, self._key, self._mark = client, reply, key, mark
         self._starter = starter  # whose child it is
@@ -47,6 +48,10 @@ class LocalProcess:
         self._streams = streams  # descriptor -> STDOUT or STDERR
         self._stdin = stdin
         self._tty = False
+        self._hung = False
+        self._open_line = False  # what was typed last was no line's end
+        self._drain_seconds = drain_seconds
+        self.streams_open = False
         self._loop = asyncio.get_running_loop()
         self._exit: asyncio.Future[int] = self._loop.create_future()
         self._exit.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody has to ask
@@ -112,34 +117,33 @@ class LocalProcess:
             else:
                 self._exit.set_result(message["exit"])
 
+    @property
+    def exited(self) -> bool:
+        return self._exit.done()
+
     async def terminal_ready(self) -> None:
         while not self._tty and not self._exit.done():
             await self._wake.wait()
             self._wake.clear()
 
     async def output(self) -> AsyncIterator[tuple[int, bytes]]:
+        until: float | None = None  # how long others that hold the streams are listened to
         try:
             while self._streams:
-                ended = self._exit.done()
+                if until is None and self._exit.done():
+                    until = self._loop.time() + self._drain_seconds
+                if until is not None and self._loop.time() >= until:
+                    for stream, data in self._rest():
+                        yield stream, data
+                    break
                 quiet = True
                 for fd, stream in list(self._streams.items()):
-                    try:
-                        data = os.read(fd, _CHUNK)
-                    except BlockingIOError:
-                        continue
-                    except OSError as error:
-                        if error.errno != errno.EIO:  # a terminal whose last process has gone
-                            raise
-                        data = b""
-                    if data:
+                    chunk = self._read(fd, _CHUNK)
+                    if chunk:
                         quiet = False
-                        yield stream, data
-                    else:
-                        self._drop(fd)
-                if ended and quiet:
-                    break
+                        yield stream, chunk
                 if quiet and self._streams:
-                    await self._more()
+                    await self._more(until)
             # The descriptors may be closed long before the end: `sh -c 'exec >&-; sleep 9'`.
             await asyncio.wait([self._exit])
         finally:
@@ -147,16 +151,45 @@ class LocalProcess:
                 if fd != self._stdin:
                     self._drop(fd)
 
-    async def _more(self) -> None:
-        if self._exit.done():
+    def _read(self, fd: int, size: int) -> bytes | None:
+        """What is there. None: nothing yet; and b"" after the end."""
+        try:
+            data = os.read(fd, size)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            if not self._exit.done():  # nobody has the terminal open now: closed, it would kill the command
+                self._hung = True
+                return None
+            data = b""
+        if not data:
+            self._drop(fd)
+        return data
+
+    def _rest(self) -> Iterator[tuple[int, bytes]]:
+        """What others have written by now and no more: they may write without an end."""
+        for fd, stream in list(self._streams.items()):
+            left = _CHUNK if self._tty else struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0]
+            while left > 0 and (data := self._read(fd, min(left, _CHUNK))):
+                left -= len(data)
+                yield stream, data
+        self.streams_open = bool(self._streams)
+
+    async def _more(self, until: float | None) -> None:
+        if until is None and self._exit.done():
             return
         self._wake.clear()
-        fds = list(self._streams)
+        fds = list(self._streams) if not self._hung or until is not None else []
         for fd in fds:
             self._loop.add_reader(fd, self._wake.set)
+        timer = self._loop.call_at(until, self._wake.set) if until is not None else None
         try:
             await self._wake.wait()
         finally:
+            if timer is not None:
+                timer.cancel()
             for fd in fds:
                 self._loop.remove_reader(fd)
 
@@ -177,6 +210,7 @@ class LocalProcess:
                 raise BrokenPipeError(errno.EPIPE, "the command's standard input is closed")
             try:
                 written = os.write(fd, view[:_CHUNK])
+                self._open_line = view[written - 1] != 0x0A
                 view = view[written:]
             except BlockingIOError:
                 await self._writable(fd)
@@ -205,7 +239,8 @@ class LocalProcess:
             return
         if self._tty:
             with contextlib.suppress(OSError):
-                os.write(fd, b"\x04")  # end of file, as a person types it
+                # End of file, as a person types it: once more after an open line, which the first hands over.
+                os.write(fd, b"\x04\x04" if self._open_line else b"\x04")
             return
         self._stdin = None
         os.close(fd)

@@ -25,6 +25,7 @@ from lowtide.testing.conformance.isolation import IsolationConformance
 from lowtide.testing.conformance.lifecycle import LifecycleConformance
 from lowtide.testing.conformance.sessions import SessionConformance
 from lowtide.testing.conformance.streams import StreamsConformance
+from lowtide.testing.conformance.transfers import TransfersConformance
 from lowtide.testing.conformance.trees import TreesConformance
 from lowtide.testing.conformance.validation import ValidationConformance
 from lowtide.testing.conformance.whole import tests
@@ -42,6 +43,7 @@ __all__ = [
     "ProviderUnderTest",
     "SessionConformance",
     "StreamsConformance",
+    "TransfersConformance",
     "TreesConformance",
     "ValidationConformance",
     "requires",

@@ -6,10 +6,13 @@ import asyncio
 import codecs
 import hashlib
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from lowtide import Sandbox
+from lowtide.errors import ValidationError
 from lowtide.providers.base import Capability
 from lowtide.testing.conformance.base import (
     ANSWER_SECONDS,
@@ -178,6 +181,109 @@ class StreamsConformance(Conformance):
         eventually(lambda: f"sleep {token}" not in _commands(box), what="the end by Ctrl+C")
         shell.stdin.write(b"exit 5\n").result(ANSWER_SECONDS)
         assert shell.wait(ANSWER_SECONDS) == 5
+
+    def test_what_is_written_after_the_end_of_the_command_is_not_lost(self, box: Sandbox) -> None:
+        # What `exec > >(tee log)` of bash does, for any shell: the copy is written by another process, later.
+        script = "f=/tmp/$$.f; mkfifo $f; (sleep 0.1; cat $f; rm $f) & exec >$f; echo hello; echo world"
+        for _ in range(5):
+            result = box.exec(["sh", "-c", script]).result(ANSWER_SECONDS)
+            assert (result.stdout, result.streams_open, result.returncode) == ("hello\nworld\n", False, 0)
+
+    def test_a_background_job_that_holds_the_streams_is_said_and_waited_for_no_longer_than_asked(
+        self, box: Sandbox
+    ) -> None:
+        token = duration_token()
+        result = box.exec(["sh", "-c", f"sleep {token} & echo said; exit 3"], drain_seconds=0.2).result(30)
+        assert (result.stdout, result.returncode, result.streams_open) == ("said\n", 3, True)
+        chatty = box.exec(["sh", "-c", "yes & echo $!; exit 4"], drain_seconds=0.2, timeout_seconds=60)
+        result = chatty.result(50)
+        assert (result.returncode, result.streams_open) == (4, True)
+        box.exec(["sh", "-c", f"pkill yes; pkill -f 'sleep {token}'; kill {result.stdout.split()[0]}"]).wait(
+            30
+        )
+        assert not box.exec(["true"]).result(ANSWER_SECONDS).streams_open
+
+    def test_a_command_that_ended_in_time_has_not_timed_out(self, box: Sandbox) -> None:
+        script = "sleep 30 & echo done; exit 5"
+        result = box.exec(["sh", "-c", script], timeout_seconds=2, drain_seconds=4).result(ANSWER_SECONDS)
+        assert (result.returncode, result.stdout) == (5, "done\n")
+
+    def test_a_stream_that_is_only_read_waits_for_its_reader(
+        self, box: Sandbox, provider_under_test: ProviderUnderTest
+    ) -> None:
+        size = provider_under_test.output_bytes
+        process = box.exec(
+            ["sh", "-c", f"yes | head -c {size}; echo aside >&2"], capture=False, max_output_bytes=1 << 20
+        )
+        most = count = 0
+        for chunk in process.stdout:
+            count += len(chunk)
+            most = max(most, process.stdout.buffered)
+        assert count == size
+        assert most < 12 << 20
+        result = process.result(ANSWER_SECONDS)
+        assert (result.returncode, result.stdout_bytes) == (0, b"")
+        assert "".join(process.stderr) == "aside\n"
+
+    def test_lines(self, box: Sandbox) -> None:
+        process = box.exec(["sh", "-c", r"printf 'one\ntw'; sleep 0.2; printf 'o\n\nlast'"])
+        assert list(process.stdout.lines()) == ["one\n", "two\n", "\n", "last"]
+
+        async def read() -> list[str]:
+            process = box.exec(["printf", "a\nb"])
+            return [line async for line in process.stdout.lines()]
+
+        assert asyncio.run(read()) == ["a\n", "b"]
+
+    @requires(Capability.STDIN)
+    def test_stdin_from_a_file_an_iterator_and_nothing(self, box: Sandbox, tmp_path: Path) -> None:
+        (tmp_path / "in").write_bytes(ALL_BYTES * 1000)
+        with (tmp_path / "in").open("rb") as file:
+            assert box.exec(["cat"], stdin=file).result(ANSWER_SECONDS).stdout_bytes == ALL_BYTES * 1000
+        with (tmp_path / "in").open("w") as text:
+            text.write("täxt")
+        with (tmp_path / "in").open() as text:
+            assert box.exec(["cat"], stdin=text).result(ANSWER_SECONDS).stdout == "täxt"
+        numbers = (b"%d\n" % n for n in range(3))
+        assert box.exec(["cat"], stdin=numbers).result(ANSWER_SECONDS).stdout == "0\n1\n2\n"
+        assert box.exec(["cat"], stdin=None).result(ANSWER_SECONDS).stdout == ""
+
+        def failing() -> Iterator[bytes]:
+            yield b"x"
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            box.exec(["sleep", "1000"], stdin=failing()).result(ANSWER_SECONDS)
+
+    @requires(Capability.TTY)
+    @pytest.mark.parametrize("data", [b"abc", b"abc\n", b""])
+    def test_given_input_ends_on_a_terminal_too(self, box: Sandbox, data: bytes) -> None:
+        result = box.exec(["cat"], tty=True, stdin=data).result(ANSWER_SECONDS)
+        assert result.returncode == 0
+        assert data.strip() in result.stdout_bytes
+
+    def test_bytes_that_are_no_text_pass_as_arguments_and_half_characters_do_not(self, box: Sandbox) -> None:
+        result = box.exec(["printf", "%s", os.fsdecode(b"a\xff\xfeb")]).result(ANSWER_SECONDS)
+        assert result.stdout_bytes == b"a\xff\xfeb"
+        for keywords in ({"command": ["echo", "\ud800"]}, {"command": ["cat"], "stdin": "\ud800"}):
+            with pytest.raises(ValidationError):
+                box.exec(**keywords)  # type: ignore[arg-type]
+        assert box.exec(["echo", "on"]).result(ANSWER_SECONDS).stdout == "on\n"
+
+    def test_operations_are_tasks(self, box: Sandbox) -> None:
+        async def tasks() -> list[str]:
+            one = asyncio.create_task(box.exec(["echo", "one"]))
+            async with asyncio.TaskGroup() as group:
+                two = group.create_task(box.exec(["echo", "two"]))
+            three = await asyncio.gather(box.exec(["echo", "three"]), asyncio.wait_for(one, ANSWER_SECONDS))
+            long = asyncio.create_task(box.exec(["sleep", "1000"]))
+            await asyncio.sleep(0.1)
+            long.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await long
+            return [two.result().stdout, *(done.stdout for done in three)]
+
+        assert asyncio.run(tasks()) == ["two\n", "three\n", "one\n"]
 
 
 def _commands(box: Sandbox) -> str:

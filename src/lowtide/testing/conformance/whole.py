@@ -19,6 +19,7 @@ from lowtide.testing.conformance.isolation import IsolationConformance
 from lowtide.testing.conformance.lifecycle import LifecycleConformance
 from lowtide.testing.conformance.sessions import SessionConformance
 from lowtide.testing.conformance.streams import StreamsConformance
+from lowtide.testing.conformance.transfers import TransfersConformance
 from lowtide.testing.conformance.trees import TreesConformance
 from lowtide.testing.conformance.validation import ValidationConformance
 
@@ -27,6 +28,7 @@ CLASSES: dict[str, type[Conformance]] = {
     "TestStreams": StreamsConformance,
     "TestFiles": FilesConformance,
     "TestTrees": TreesConformance,
+    "TestTransfers": TransfersConformance,
     "TestLifecycle": LifecycleConformance,
     "TestEndings": EndingsConformance,
     "TestSessions": SessionConformance,

@@ -27,7 +27,7 @@ def call_inside(message: Message, fds: Fds) -> int:
     """
     work = CALLS[message["call"]]
     if message["call"] in ("read_tree", "write_tree", "remove"):
-        trees.load(tar=message["call"] != "remove")  # here: inside, it would come from the sandbox
+        trees.load()
     pid = os.fork()
     if pid:
         return pid
@@ -132,18 +132,8 @@ def call_remove(message: Message, fds: Fds) -> None:
         os.rmdir(path)
     else:
         parent = os.open(os.path.dirname(path) or "/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        remove_tree(parent, os.path.basename(path))
+        trees.remove.remove_at(parent, os.path.basename(path))
     send(fds[0], {"ok": True})
-
-
-def remove_tree(parent: int, name: str) -> None:
-    top = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-    for entry in trees.walk(top):
-        if entry.left:
-            os.rmdir(entry.name, dir_fd=entry.parent)
-        elif entry.own < 0:
-            os.unlink(entry.name, dir_fd=entry.parent)
-    os.rmdir(name, dir_fd=parent)
 
 
 def call_sockets(message: Message, fds: Fds) -> None:

@@ -14,7 +14,6 @@ import signal
 import time
 
 from . import trees
-from .calls import remove_tree
 from .config import config
 from .create import identity
 from .kernel import NEWUSER, check, libc, put
@@ -45,7 +44,7 @@ class FreeDisk:
         self._due = time.monotonic() + LOOK_SECONDS
         if self.child or short() is None:
             return
-        trees.load(tar=False)
+        trees.load()
         self.child = os.fork()
         if self.child == 0:
             try:
@@ -182,7 +181,7 @@ def end(place: str, marks: list[bytes], amount: int, which: int) -> None:
             try:
                 os.unlink(name, dir_fd=folder)
             except OSError:
-                remove_tree(folder, name)
+                trees.remove.remove_at(folder, name)
     os.close(folder)
     say(place, text)
 

@@ -1,0 +1,159 @@
+"""Packing a tree that may be changing: no link is followed, no size is made up. The spawner loads this file too."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+from . import tar_stream as tar
+from .walk import walk
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .walk import Entry
+
+_OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_SMALL = 1 << 20  # read whole before anything is said about it
+_BATCH = 1 << 18
+
+
+class Pack:
+    """Packs one open directory. `write` gets blocks; what was packed is counted here.
+
+    With `marks`, what changed and what was left out is said in the stream itself. Without, a file that became
+    shorter is packed again: who unpacks it needs to know nothing.
+    """
+
+    def __init__(self, write: Callable[[bytes], object], *, marks: bool, one_device: bool = False) -> None:
+        self.files = self.bytes = 0
+        self.skipped: list[str] = []
+        self.changed: list[str] = []
+        self._write, self._marks, self._one_device = write, marks, one_device
+        self._batch: list[bytes] = []
+        self._batched = 0
+        self._linked: dict[tuple[int, int], bytes] = {}
+
+    def run(self, top: int) -> None:
+        folders: list[str] = []
+        device, elsewhere = os.fstat(top).st_dev, 0
+        for entry in walk(top):
+            if entry.left:
+                folders.pop()
+                elsewhere -= 1 if elsewhere else 0
+                continue
+            name = "/".join((*folders, entry.name))
+            if entry.own >= 0:
+                folders.append(entry.name)
+            if elsewhere or (self._one_device and entry.own >= 0 and entry.info.st_dev != device):
+                elsewhere += 1 if entry.own >= 0 else 0
+                continue  # a mount: this machine's Python, /proc
+            self._add(entry, name)
+        self._put(tar.END)
+        self._flush()
+
+    def _add(self, entry: Entry, shown: str) -> None:
+        info, name = entry.info, os.fsencode(shown)
+        if len(name) > tar.LONGEST_NAME:
+            raise OSError(errno.ENAMETOOLONG, f"a path in it is longer than {tar.LONGEST_NAME} bytes")
+        mode, moment = info.st_mode & 0o7777, int(info.st_mtime)
+        if entry.own >= 0:
+            self._put(tar.header(name + b"/", tar.FOLDER, mode, 0, moment))
+            return
+        kind = stat.S_IFMT(info.st_mode)
+        if kind == stat.S_IFREG:
+            first = self._linked.get((info.st_dev, info.st_ino)) if info.st_nlink > 1 else None
+            if first is not None:
+                self.files += 1
+                self._put(tar.header(name, tar.HARD_LINK, mode, 0, moment, first))
+            elif self._add_file(entry, name, shown) and info.st_nlink > 1:
+                self._linked[info.st_dev, info.st_ino] = name
+        elif kind == stat.S_IFLNK:
+            try:
+                target = os.fsencode(os.readlink(entry.name, dir_fd=entry.parent))
+            except FileNotFoundError:
+                return
+            self._put(tar.header(name, tar.LINK, mode, 0, moment, target))
+        else:
+            self._skip(shown)
+
+    def _add_file(self, entry: Entry, name: bytes, shown: str) -> bool:
+        try:
+            fd = os.open(entry.name, _OPEN, dir_fd=entry.parent)
+        except OSError as error:
+            if error.errno == errno.ENOENT:
+                return False
+            if error.errno in (errno.ELOOP, errno.ENXIO):  # another thing by now
+                self._skip(shown)
+                return False
+            error.filename = shown
+            raise
+        try:
+            before = os.fstat(fd)
+            if not stat.S_ISREG(before.st_mode):
+                self._skip(shown)
+                return False
+            real, whole = self._content(fd, name, before)
+            after = os.fstat(fd)
+            for _ in range(0 if self._marks else 3):  # shorter than was said: once more, as it is now
+                if whole:
+                    break
+                os.lseek(fd, 0, os.SEEK_SET)
+                real, whole = self._content(fd, name, after)
+                after = os.fstat(fd)
+            if not (whole or self._marks):
+                raise OSError(errno.EAGAIN, "it became shorter each time it was read", shown)
+            if not whole or (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+                self.changed.append(shown)
+                if self._marks:
+                    self._put(tar.mark(tar.READ, b"%d" % real))
+            self.files += 1
+            self.bytes += real
+            return True
+        finally:
+            os.close(fd)
+
+    def _content(self, fd: int, name: bytes, info: os.stat_result) -> tuple[int, bool]:
+        """Head and content of a file, as long as it was when it was looked at; how much is real, and whether all is."""
+        size, mode, moment = info.st_size, info.st_mode & 0o7777, int(info.st_mtime)
+        if size <= _SMALL:
+            data = _read(fd, size)
+            self._put(tar.header(name, tar.FILE, mode, len(data), moment) + data + tar.padding(len(data)))
+            return len(data), True
+        self._put(tar.header(name, tar.FILE, mode, size, moment))
+        left = size
+        while left and (data := os.read(fd, min(left, _SMALL))):
+            self._put(data)
+            left -= len(data)
+        real = size - left
+        while left:
+            count = min(left, _SMALL)
+            self._put(bytes(count))
+            left -= count
+        self._put(tar.padding(size))
+        return real, real == size
+
+    def _skip(self, shown: str) -> None:
+        self.skipped.append(shown)
+        if self._marks:
+            self._put(tar.mark(tar.SKIPPED, os.fsencode(shown)))
+
+    def _put(self, data: bytes) -> None:
+        self._batch.append(data)
+        self._batched += len(data)
+        if self._batched >= _BATCH:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._batch:
+            block, self._batch, self._batched = b"".join(self._batch), [], 0
+            self._write(block)
+
+
+def _read(fd: int, size: int) -> bytes:
+    data = os.read(fd, size) if size else b""
+    while 0 < len(data) < size and (more := os.read(fd, size - len(data))):
+        data += more
+    return data

@@ -1,0 +1,226 @@
+"""Tar streams written and read by hand: quick, with bounds, and with two marks of our own.
+
+The standard library takes 200 microseconds for a file, reads extended headers whole whatever size they claim,
+and goes one call deeper for each that follows another. The spawner loads this file by its path: nothing is
+imported here that costs more than it needs.
+
+A mark is a global extended header that other programs pass over. ``LOWTIDE.read`` follows a file that changed
+while it was packed and says how much of it is real; ``LOWTIDE.skipped`` names what cannot be in a tar.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Protocol
+
+    class Source(Protocol):
+        def read(self, size: int, /) -> bytes: ...
+
+
+FILE, HARD_LINK, LINK, FIFO, FOLDER, MARK, OTHER = b"0", b"1", b"2", b"6", b"5", b"g", b"?"
+END = bytes(1024)
+READ, SKIPPED = b"LOWTIDE.read", b"LOWTIDE.skipped"
+LONGEST_NAME = 16_384
+_LONGEST_HEADER = 1 << 20
+_MOST_HEADERS = 8  # a long name, a long link and a few extended headers can stand before one entry
+_BLOCK = 1 << 20
+_NO_OWNER = b"0000000\0" * 2
+_BLANK = b" " * 8
+_MAGIC = b"ustar\x0000" + bytes(247)
+_NO_LINK = bytes(100)
+
+
+class TarError(Exception):
+    """It is no whole tar, or one that nobody honest writes."""
+
+
+class Member:
+    """One entry. `kind` is one of the constants above; `marks` are those of a mark."""
+
+    __slots__ = ("kind", "link", "marks", "mode", "mtime", "name", "size")
+
+    def __init__(self, name: bytes, kind: bytes, mode: int, size: int, mtime: int, link: bytes) -> None:
+        self.name, self.kind, self.mode, self.size, self.mtime, self.link = (
+            name,
+            kind,
+            mode,
+            size,
+            mtime,
+            link,
+        )
+        self.marks: dict[bytes, bytes] = {}
+
+
+def header(name: bytes, kind: bytes, mode: int, size: int, mtime: int, link: bytes = b"") -> bytes:
+    """What stands before a member's content; what does not fit the old fields goes before it."""
+    extra = b""
+    if len(name) > 100:
+        extra += _record(b"path", name)
+    if len(link) > 100:
+        extra += _record(b"linkpath", link)
+    if size >= 8**11:
+        extra += _record(b"size", b"%d" % size)
+        size = 0
+    if not 0 <= mtime < 8**11:
+        extra += _record(b"mtime", b"%d" % mtime)
+        mtime = 0
+    plain = _header(name[:100], kind, mode, size, mtime, link[:100])
+    return _extended(b"x", extra) + plain if extra else plain
+
+
+def mark(key: bytes, value: bytes) -> bytes:
+    return _extended(MARK, _record(key, value))
+
+
+def padding(size: int) -> bytes:
+    return bytes(-size % 512)
+
+
+def _header(name: bytes, kind: bytes, mode: int, size: int, mtime: int, link: bytes = b"") -> bytes:
+    head = b"%s%07o\0%s%011o\0%011o\0" % (name.ljust(100, b"\0"), mode, _NO_OWNER, size, mtime)
+    tail = kind + (link.ljust(100, b"\0") if link else _NO_LINK) + _MAGIC
+    return b"%s%06o\0 %s" % (head, sum(head) + sum(tail) + 256, tail)
+
+
+def _extended(kind: bytes, content: bytes) -> bytes:
+    return _header(b"././@PaxHeader", kind, 0o644, len(content), 0) + content + padding(len(content))
+
+
+def _record(key: bytes, value: bytes) -> bytes:
+    size = len(key) + len(value) + 3
+    whole = size + len(str(size))
+    whole = size + len(str(whole))
+    return b"%d %s=%s\n" % (whole, key, value)
+
+
+class Reader:
+    """The members of a stream, one at a time; the content of the last one is read in between, or passed over."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._left = self._pad = 0
+
+    def __iter__(self) -> Iterator[Member]:
+        while (member := self._next()) is not None:
+            yield member
+
+    def content(self) -> Iterator[bytes]:
+        """What is left of the member's content, in blocks."""
+        while self._left:
+            block = self._exactly(min(self._left, _BLOCK))
+            self._left -= len(block)
+            yield block
+        if self._pad:
+            pad, self._pad = self._pad, 0
+            self._exactly(pad)
+
+    def _next(self) -> Member | None:
+        for _ in self.content():
+            pass
+        known: dict[bytes, bytes] = {}
+        for _ in range(_MOST_HEADERS):
+            head = self._exactly(512)
+            if not head.strip(b"\0"):
+                return None
+            member = _member(head)
+            if member.kind in (b"x", MARK):
+                records = dict(_records(self._small(member)))
+                if member.kind == MARK:
+                    member.marks = {key: value for key, value in records.items() if key in (READ, SKIPPED)}
+                    return member
+                known.update(records)
+            elif member.kind == b"L":
+                known[b"path"] = self._small(member).partition(b"\0")[0]
+            elif member.kind == b"K":
+                known[b"linkpath"] = self._small(member).partition(b"\0")[0]
+            else:
+                self._apply(member, known)
+                return member
+        raise TarError("too many headers stand before one entry")
+
+    def _apply(self, member: Member, known: dict[bytes, bytes]) -> None:
+        member.name, member.link = known.get(b"path", member.name), known.get(b"linkpath", member.link)
+        if len(member.name) > LONGEST_NAME or len(member.link) > LONGEST_NAME:
+            raise TarError(f"a name in it is longer than {LONGEST_NAME} bytes")
+        try:
+            if b"size" in known:
+                member.size = int(known[b"size"])
+            if b"mtime" in known:
+                member.mtime = int(float(known[b"mtime"]))
+        except (ValueError, OverflowError):
+            raise TarError("an extended header is broken") from None
+        if member.size < 0:
+            raise TarError("an entry claims a size below nothing")
+        if member.kind == FILE and member.name.endswith(b"/"):
+            member.kind = FOLDER
+        if member.kind in (FILE, OTHER):
+            self._left, self._pad = member.size, -member.size % 512
+
+    def _small(self, member: Member) -> bytes:
+        if not 0 <= member.size <= _LONGEST_HEADER:
+            raise TarError("a header claims to be larger than any name can be")
+        return self._exactly(member.size + -member.size % 512)[: member.size]
+
+    def _exactly(self, size: int) -> bytes:
+        data = self._source.read(size)
+        if len(data) == size:
+            return data
+        pieces = [data]
+        while data and (size := size - len(data)) > 0:
+            data = self._source.read(size)
+            pieces.append(data)
+        if not data:
+            raise TarError("it ends too soon")
+        return b"".join(pieces)
+
+
+_KINDS = {b"\0": FILE, b"7": FILE, b"x": b"x", b"X": b"x", b"L": b"L", b"K": b"K"}
+_KINDS.update({kind: kind for kind in (FILE, HARD_LINK, LINK, FIFO, FOLDER, MARK, b"3", b"4")})
+
+
+def _member(head: bytes) -> Member:
+    if _number(head[148:156]) != sum(head) - sum(head[148:156]) + 256:
+        raise TarError("a header is broken")
+    if head[156:157] == b"S":
+        raise _sparse()
+    name = head[:100].partition(b"\0")[0]
+    if head[257:263] == b"ustar\0" and head[345]:
+        name = head[345:500].partition(b"\0")[0] + b"/" + name
+    size = _number(head[124:136])
+    if size < 0:
+        raise TarError("an entry claims a size below nothing")
+    kind = _KINDS.get(head[156:157], OTHER)
+    link = head[157:257].partition(b"\0")[0]
+    return Member(name, kind, _number(head[100:108]) & 0o7777, size, _number(head[136:148]), link)
+
+
+def _number(field: bytes) -> int:
+    if field[0] & 0x80:  # GNU: base 256
+        value = int.from_bytes(field, "big")
+        return value - (1 << 8 * len(field)) if field[0] & 0x40 else value - (0x80 << 8 * (len(field) - 1))
+    try:
+        return int(field.strip(b"\0 ") or b"0", 8)
+    except ValueError:
+        raise TarError("a header is broken") from None
+
+
+def _records(content: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """``LENGTH KEY=VALUE`` lines, LENGTH counting all of its own line."""
+    at = 0
+    while at < len(content) and content[at]:
+        space = content.find(b" ", at, at + 8)
+        length = int(content[at:space]) if space > at and content[at:space].isdigit() else 0
+        end = at + length
+        key, equals, value = content[space + 1 : end - 1].partition(b"=")
+        if end <= space + 1 or end > len(content) or not equals or content[end - 1 : end] != b"\n":
+            raise TarError("an extended header is broken")
+        if key.startswith(b"GNU.sparse."):
+            raise _sparse()
+        yield key, value
+        at = end
+
+
+def _sparse() -> TarError:
+    return TarError("it holds sparse files, which are not taken: pack it without --sparse")

@@ -1,0 +1,316 @@
+"""Unpacking a tar stream into an open directory, file by file: each is there as a whole or not at all.
+
+Two sides use it. Out of a sandbox (`Careful`) the stream is hostile: no link is ever followed, links are made
+last and only those that provably stay inside. The standard library's ``data`` filter is not enough there: it
+trusts ``realpath``, which long chains of links have defeated before. Into a sandbox (`Replacing`, which the
+spawner loads by its path) it goes on top of what is there, also of what may only be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+
+from . import tar_stream as tar
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .tar_stream import Member, Reader
+
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_HOLES_FROM = 1 << 16
+_ZEROS = bytes(1 << 20)
+_MOST_SETTLED = 100_000  # directories whose times and modes are set at the end; more only fill memory
+
+
+class _Unpack:
+    """What both sides do: walk down, write, and give directories their modes and times at the end."""
+
+    follow = 0
+
+    def __init__(self, root: int) -> None:
+        self.files = self.bytes = 0
+        self._root = root
+        self._at: list[bytes] = []
+        self._fd = os.dup(root)
+        self._settled: dict[tuple[bytes, ...], tuple[int, int | None]] = {}
+
+    def run(self, reader: Reader) -> None:
+        try:
+            for member in reader:
+                self.take(reader, member)
+            self.links()
+            for parts in reversed(self._settled):
+                mode, mtime = self._settled[parts]
+                try:
+                    fd = self._enter(list(parts))
+                    os.fchmod(fd, mode)
+                    if mtime is not None:
+                        os.utime(fd, (mtime, mtime))
+                except (OSError, OverflowError):
+                    continue  # somebody has moved it, or it belongs to another
+        finally:
+            os.close(self._fd)
+
+    def take(self, reader: Reader, member: Member) -> None:
+        raise NotImplementedError
+
+    def links(self) -> None:
+        """What is made last."""
+
+    def _enter(self, parts: list[bytes]) -> int:
+        """The directory of that name, made where it is missing. The descriptor is good until the next call."""
+        if parts == self._at:
+            return self._fd
+        known = len(self._at)
+        if known > len(parts) or parts[:known] != self._at:
+            known = 0
+        fd = os.dup(self._fd if known else self._root)
+        try:
+            for count in range(known, len(parts)):
+                below = self._into(fd, parts[: count + 1])
+                os.close(fd)
+                fd = below
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(self._fd)
+        self._fd, self._at = fd, parts
+        return fd
+
+    def _into(self, fd: int, path: list[bytes]) -> int:
+        """From the directory above into the last of `path`."""
+        try:
+            return os.open(path[-1], _FOLDER | self.follow, dir_fd=fd)
+        except FileNotFoundError:
+            os.mkdir(path[-1], 0o755, dir_fd=fd)
+            return os.open(path[-1], _FOLDER | os.O_NOFOLLOW, dir_fd=fd)
+
+    def _settle(self, parts: list[bytes], mode: int, mtime: int | None) -> None:
+        if len(self._settled) < _MOST_SETTLED:
+            self._settled[tuple(parts)] = (mode, mtime)
+        else:
+            os.fchmod(self._enter(parts), mode)
+
+    def _write(self, fd: int, reader: Reader, member: Member, mode: int) -> None:
+        """Content, mode and time; closes it."""
+        try:
+            if member.size >= _HOLES_FROM:
+                at = 0
+                for block in reader.content():
+                    at += len(block)
+                    if block == _ZEROS[: len(block)]:
+                        os.lseek(fd, at, os.SEEK_SET)
+                    else:
+                        _write_all(fd, block)
+                os.ftruncate(fd, at)
+            else:
+                for block in reader.content():
+                    _write_all(fd, block)
+            os.fchmod(fd, mode)
+            _stamp(fd, member.mtime)
+        finally:
+            os.close(fd)
+
+
+class Careful(_Unpack):
+    """Into an empty directory that is ours alone, from whoever it may be."""
+
+    follow = os.O_NOFOLLOW
+
+    def __init__(self, root: int) -> None:
+        super().__init__(root)
+        self.skipped: list[str] = []
+        self.changed: list[str] = []
+        self.stripped: list[str] = []
+        self._links: list[tuple[list[bytes], bytes]] = []
+        self._last: tuple[list[bytes], int] | None = None
+
+    def take(self, reader: Reader, member: Member) -> None:
+        if member.kind == tar.MARK:
+            self._mark(member)
+            return
+        self._last = None
+        parts = [part for part in member.name.split(b"/") if part not in (b"", b".")]
+        if b".." in parts or b"\0" in member.name:
+            self._skip(member.name)
+            return
+        try:
+            self._take(reader, member, parts)
+        except (NotADirectoryError, FileExistsError, FileNotFoundError, IsADirectoryError, _LinkInTheWay):
+            self._skip(b"/".join(parts) or member.name)
+
+    def links(self) -> None:
+        for parts, target in self._links:
+            try:
+                os.symlink(target, parts[-1], dir_fd=self._enter(parts[:-1]))
+            except (OSError, _LinkInTheWay):
+                self._skip(b"/".join(parts))
+
+    def _take(self, reader: Reader, member: Member, parts: list[bytes]) -> None:
+        kind = member.kind
+        if kind == tar.FOLDER:
+            self._enter(parts)
+            if parts:
+                self._settle(parts, (member.mode & 0o777) | 0o700, member.mtime)
+        elif not parts:
+            raise FileExistsError
+        elif kind == tar.FILE:
+            fd = os.open(parts[-1], _NEW_FILE, 0o600, dir_fd=self._enter(parts[:-1]))
+            self._write(fd, reader, member, (member.mode & 0o777) | 0o600)
+            self.files += 1
+            self.bytes += member.size
+            self._last = (parts, member.size)
+            if member.mode & 0o6000:
+                self.stripped.append(os.fsdecode(b"/".join(parts)))
+        elif kind == tar.HARD_LINK:
+            self._hard_link(parts, [part for part in member.link.split(b"/") if part not in (b"", b".")])
+        elif kind == tar.LINK and _stays_inside(parts, member.link):
+            self._links.append((parts, member.link))
+        else:
+            self._skip(b"/".join(parts))
+
+    def _hard_link(self, parts: list[bytes], target: list[bytes]) -> None:
+        if not target or b".." in target:
+            raise FileNotFoundError
+        there = os.dup(self._enter(target[:-1]))
+        try:
+            if not stat.S_ISREG(os.stat(target[-1], dir_fd=there, follow_symlinks=False).st_mode):
+                raise FileNotFoundError
+            here = self._enter(parts[:-1])
+            os.link(target[-1], parts[-1], src_dir_fd=there, dst_dir_fd=here, follow_symlinks=False)
+        finally:
+            os.close(there)
+        self.files += 1
+
+    def _mark(self, member: Member) -> None:
+        if tar.SKIPPED in member.marks:
+            self._skip(member.marks[tar.SKIPPED])
+        if tar.READ not in member.marks or self._last is None:
+            return
+        parts, size = self._last
+        digits = member.marks[tar.READ]
+        real = int(digits) if digits.isdigit() and len(digits) < 20 else 0
+        self.changed.append(os.fsdecode(b"/".join(parts)))
+        self._last = None
+        if real < size:
+            here = self._enter(parts[:-1])
+            fd = os.open(parts[-1], os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
+            try:
+                os.ftruncate(fd, real)
+            finally:
+                os.close(fd)
+            self.bytes -= size - real
+
+    def _into(self, fd: int, path: list[bytes]) -> int:
+        try:
+            return super()._into(fd, path)
+        except OSError as error:
+            raise _LinkInTheWay from error
+
+    def _skip(self, name: bytes) -> None:
+        self.skipped.append(os.fsdecode(name))
+
+
+class Replacing(_Unpack):
+    """On top of what is there. Raises OSError; `root` is the directory, and it belongs to whoever unpacks."""
+
+    def __init__(self, root: int) -> None:
+        super().__init__(root)
+        self._temporary = f".lowtide-{os.getpid()}.part".encode()
+        self._open_up(os.fstat(root).st_mode, [], root)
+
+    def take(self, reader: Reader, member: Member) -> None:
+        if member.kind == tar.MARK:
+            return
+        parts = [part for part in member.name.split(b"/") if part not in (b"", b".")]
+        if b".." in parts:
+            raise OSError(errno.EINVAL, "a name in it leads out of the directory")
+        if member.kind == tar.FOLDER:
+            self._enter(parts)
+            if parts:
+                self._settle(parts, member.mode, member.mtime)
+            return
+        if not parts:
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        name, folder = parts[-1], self._enter(parts[:-1])
+        if member.kind == tar.FILE:
+            self._file(folder, name, reader, member)
+        elif member.kind in (tar.LINK, tar.HARD_LINK, tar.FIFO):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder)
+            if member.kind == tar.LINK:
+                os.symlink(member.link, name, dir_fd=folder)
+            elif member.kind == tar.FIFO:
+                os.mkfifo(name, member.mode, dir_fd=folder)
+            else:
+                self._hard_link(parts, member.link)
+
+    def _file(self, folder: int, name: bytes, reader: Reader, member: Member) -> None:
+        fd = os.open(self._temporary, _NEW_FILE, 0o600, dir_fd=folder)
+        try:
+            self._write(fd, reader, member, member.mode)
+            os.rename(self._temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            os.unlink(self._temporary, dir_fd=folder)
+            raise
+
+    def _hard_link(self, parts: list[bytes], link: bytes) -> None:
+        target = [part for part in link.split(b"/") if part not in (b"", b".")]
+        if not target or b".." in target:
+            raise OSError(errno.EINVAL, "a link in it leads out of the directory")
+        there = os.dup(self._enter(target[:-1]))
+        try:
+            here = self._enter(parts[:-1])
+            os.link(target[-1], parts[-1], src_dir_fd=there, dst_dir_fd=here, follow_symlinks=False)
+        finally:
+            os.close(there)
+
+    def _into(self, fd: int, path: list[bytes]) -> int:
+        try:
+            below = super()._into(fd, path)
+        except PermissionError:
+            self._open_up(os.stat(path[-1], dir_fd=fd).st_mode, path, fd)
+            below = super()._into(fd, path)
+        self._open_up(os.fstat(below).st_mode, path, fd)
+        return below
+
+    def _open_up(self, mode: int, path: list[bytes], above: int) -> None:
+        """What may only be read is written all the same, and gets its mode back at the end."""
+        if mode & 0o700 != 0o700:
+            try:
+                os.chmod(path[-1] if path else b".", mode & 0o7777 | 0o700, dir_fd=above)
+            except OSError:
+                return  # another's: what is written there says so
+            self._settled.setdefault(tuple(path), (mode & 0o7777, None))
+
+
+class _LinkInTheWay(Exception):
+    """Something that is no directory stands where one was meant."""
+
+
+def _stays_inside(parts: list[bytes], target: bytes) -> bool:
+    """Steps up only at the start, and no more of them than the link lies deep.
+
+    A step up after a name could climb out through another link, so it is not allowed at all. What is
+    left leads to real directories of the tree, or to links of which the same holds.
+    """
+    if not target or target.startswith(b"/") or b"\0" in target:
+        return False
+    steps = [step for step in target.split(b"/") if step not in (b"", b".")]
+    up = next((n for n, step in enumerate(steps) if step != b".."), len(steps))
+    return up < len(parts) and b".." not in steps[up:]
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    written = os.write(fd, data)
+    while written < len(data):
+        written += os.write(fd, memoryview(data)[written:])
+
+
+def _stamp(fd: int, mtime: int) -> None:
+    with contextlib.suppress(OverflowError):  # a time no calendar has
+        os.utime(fd, (mtime, mtime))
