@@ -41,7 +41,7 @@ def unpack(chunks: Iterable[bytes], directory: str) -> Tree:
     root = os.open(directory, DIRECTORY)
     try:
         unpacked = Careful(root)
-        unpacked.run(Reader(_Source(chunks)))
+        unpacked.run(Reader(Chunks(chunks)))
     except TarError as error:
         raise tarfile.ReadError(str(error)) from None
     finally:
@@ -99,7 +99,7 @@ def _merge_entry(name: str, here: int, there: int) -> bool:
     return False
 
 
-class _Source:
+class Chunks:
     """Chunks as a file that is read."""
 
     def __init__(self, chunks: Iterable[bytes]) -> None:

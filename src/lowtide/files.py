@@ -119,7 +119,13 @@ def local_source(path: str | os.PathLike[str]) -> str:
     return source
 
 
-async def upload(provider: Provider, sandbox_id: str, local: str, remote: str) -> Transfer:
+Moved = Callable[[int], None]
+"""Hears of each piece that has been moved."""
+
+
+async def upload(
+    provider: Provider, sandbox_id: str, local: str, remote: str, moved: Moved | None = None
+) -> Transfer:
     if _is_directory(local):
         trees = derived.trees_of(provider)
         packing = _Packing(local)
@@ -133,20 +139,20 @@ async def upload(provider: Provider, sandbox_id: str, local: str, remote: str) -
         return Transfer(files=tree.files, bytes=tree.bytes, skipped=tree.skipped, changed=tree.changed)
     descriptor = await in_thread(lambda: os.open(local, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
     try:
-        return await _upload_file(provider, sandbox_id, local, descriptor, remote)
+        return await _upload_file(provider, sandbox_id, local, descriptor, remote, moved)
     finally:
         os.close(descriptor)
 
 
 async def _upload_file(
-    provider: Provider, sandbox_id: str, local: str, descriptor: int, remote: str
+    provider: Provider, sandbox_id: str, local: str, descriptor: int, remote: str, moved: Moved | None
 ) -> Transfer:
     before = os.fstat(descriptor)
     mode, size = before.st_mode & 0o7777, before.st_size
-    if isinstance(provider, DirectFiles):
+    if isinstance(provider, DirectFiles) and moved is None:
         written = await provider.write_from(sandbox_id, remote, descriptor, mode=mode)
     else:
-        counted = _Counted(source.read_blocks(descriptor, size or None))
+        counted = _Counted(source.read_blocks(descriptor, size or None), moved)
         if isinstance(provider, TimedFiles):
             written = await provider.write_file_at(
                 sandbox_id, remote, counted.chunks(), mode=mode, modified=before.st_mtime
@@ -160,12 +166,14 @@ async def _upload_file(
     return Transfer(files=1, bytes=written, changed=changed)
 
 
-async def download(provider: Provider, sandbox_id: str, remote: str, local: str) -> Transfer:
+async def download(
+    provider: Provider, sandbox_id: str, remote: str, local: str, moved: Moved | None = None
+) -> Transfer:
     entry = await derived.files_of(provider).stat(sandbox_id, remote)
     if entry.kind is FileKind.DIRECTORY:
         return await _download_tree(provider, sandbox_id, remote, local)
     try:
-        return await _download_file(provider, sandbox_id, remote, local, entry)
+        return await _download_file(provider, sandbox_id, remote, local, entry, moved)
     except SandboxIsADirectoryError:  # a link to one
         return await _download_tree(provider, sandbox_id, remote, local)
 
@@ -234,7 +242,7 @@ async def _into_thread(chunks: AsyncIterator[bytes], take: Callable[[Iterable[by
 
 
 async def _download_file(
-    provider: Provider, sandbox_id: str, remote: str, local: str, entry: FileEntry
+    provider: Provider, sandbox_id: str, remote: str, local: str, entry: FileEntry, moved: Moved | None
 ) -> Transfer:
     target = os.path.join(local, posixpath.basename(remote)) if _is_directory(local) else local
     os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -242,7 +250,7 @@ async def _download_file(
     if direct:
         count = await _download_into(provider, sandbox_id, remote, place)
     else:
-        count = await _download_beside(provider, sandbox_id, remote, place, entry)
+        count = await _download_beside(provider, sandbox_id, remote, place, entry, moved)
     changed = entry.kind is FileKind.FILE and bool(entry.size) and count != entry.size
     if changed:
         now = await derived.files_of(provider).stat(sandbox_id, remote)
@@ -266,7 +274,7 @@ async def _download_into(provider: Provider, sandbox_id: str, remote: str, place
 
 
 async def _download_beside(
-    provider: Provider, sandbox_id: str, remote: str, place: str, entry: FileEntry
+    provider: Provider, sandbox_id: str, remote: str, place: str, entry: FileEntry, moved: Moved | None
 ) -> int:
     """A new file that takes its place when it is whole."""
     fd, part = tempfile.mkstemp(prefix=".lowtide-", dir=os.path.dirname(place))
@@ -275,10 +283,12 @@ async def _download_beside(
         with open(fd, "wb", buffering=_CHUNK) as file:
             for chunk in chunks:
                 holes.write_or_skip(file, chunk)
+                if moved is not None:
+                    moved(len(chunk))
             holes.finish(file)
 
     try:
-        if isinstance(provider, DirectFiles):
+        if isinstance(provider, DirectFiles) and moved is None:
             try:
                 count = await provider.read_into(sandbox_id, remote, fd)
             finally:
@@ -399,13 +409,15 @@ class _Packing:
 class _Counted:
     """Chunks, and how many bytes have been asked for of them."""
 
-    def __init__(self, chunks: AsyncIterable[bytes]) -> None:
-        self._chunks, self.count = chunks, 0
+    def __init__(self, chunks: AsyncIterable[bytes], moved: Moved | None) -> None:
+        self._chunks, self._moved, self.count = chunks, moved, 0
 
     async def chunks(self) -> AsyncIterator[bytes]:
         async for chunk in self._chunks:
             self.count += len(chunk)
             yield chunk
+            if self._moved is not None:
+                self._moved(len(chunk))
 
 
 async def _announced(

@@ -33,6 +33,7 @@ COMMANDS = {
     "guardian": "The process that ends what crashed owners left.",
     "doctor": "What this machine can and cannot do, with the fix for each.",
     "providers": "List the providers and what each can do.",
+    "completion": "Print the completion script of a shell.",
     "config": "Every setting, its value, and where the value came from.",
 }
 

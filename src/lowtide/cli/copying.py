@@ -1,4 +1,4 @@
-"""What `lowtide cp` does: one file with a progress bar, or a whole directory, into or out of a sandbox."""
+"""What `lowtide cp` does: one file with a progress bar, a whole directory, or a tar stream, in or out of a sandbox."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import contextlib
 import os
 import posixpath
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from lowtide.cli.addressing import find_sandbox
+from lowtide import files, source
+from lowtide.cli.addressing import connected, find_sandbox
 from lowtide.cli.progress import bar
 from lowtide.cli.text import clean
+from lowtide.engine import engine
 from lowtide.errors import SandboxFileNotFoundError
+from lowtide.providers import derived
 from lowtide.providers.base import FileKind
+from lowtide.trees import tar_stream
 
 if TYPE_CHECKING:
     from lowtide.files import Transfer
@@ -25,23 +28,34 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 20
 
 
-def copy_in(source: str, sandbox: str, path: str, *, provider: str | None, quiet: bool) -> None:
+def copy_in(given: str, sandbox: str, path: str, *, provider: str | None, quiet: bool) -> None:
     """Raises FileNotFoundError and its family for either side, before anything is written."""
-    local = Path(source)
+    if given == "-":
+        place, sandbox_id = connected(find_sandbox(sandbox, provider))
+        chunks = iter(lambda: sys.stdin.buffer.read1(_CHUNK), b"")
+        engine().run(derived.trees_of(place).write_tree(sandbox_id, path, source.chunks_of(chunks)))
+        return
+    local = Path(given)
     size = local.stat().st_size
     box = find_sandbox(sandbox, provider)
     there = _described(box, path)
-    if path.endswith("/") or (there is not None and there.kind is FileKind.DIRECTORY):
-        path = posixpath.join(path, local.resolve().name)
+    into = there is not None and there.kind is FileKind.DIRECTORY
     if local.is_dir():
+        # As `docker cp`: into a directory that is there, with its name; `dir/.` means what it holds.
+        if into and not _is_content(given):
+            path = posixpath.join(path, local.resolve().name)
         with bar(f"{local.name}/", None, quiet=quiet):
-            _tell_skipped(box.upload(local, path).result())
+            _tell(box.upload(local, path).result())
         return
-    with local.open("rb") as file, bar(local.name, size, quiet=quiet) as moved:
-        # What is a pipe or a device has no size to be verified against.
-        known = size if local.is_file() else None
-        chunks = _counted(iter(lambda: file.read(_CHUNK), b""), moved)
-        box.write_file_streaming(path, chunks, size=known, mode=local.stat().st_mode & 0o777).result()
+    if into or path.endswith("/"):
+        path = posixpath.join(path, local.resolve().name)
+    with bar(local.name, size, quiet=quiet) as moved:
+        if local.is_file():
+            _tell(_call(box, path, lambda p, i, at: files.upload(p, i, str(local.resolve()), at, moved)))
+            return
+        with local.open("rb") as file:  # a pipe or a device: to its end
+            chunks = _counted(iter(lambda: file.read(_CHUNK), b""), moved)
+            box.write_file_streaming(path, chunks).result()
 
 
 def copy_out(sandbox: str, path: str, target: str, *, provider: str | None, quiet: bool) -> None:
@@ -55,20 +69,89 @@ def copy_out(sandbox: str, path: str, target: str, *, provider: str | None, quie
             sandbox_id=box.sandbox_id,
             provider=box.provider,
         )
-    local = Path(target)
-    if target.endswith("/") or local.is_dir():
-        local = local / (posixpath.basename(path.rstrip("/")) or "root")
-    if there.kind is FileKind.DIRECTORY:
-        with bar(f"{there.name}/", None, quiet=quiet):
-            _tell_skipped(box.download(path, local).result())
+    name = posixpath.basename(posixpath.normpath(path)) or "root"
+    if target == "-":
+        write_tar(box, path, "." if _is_content(path) else name, there)
         return
+    local, into = Path(target), os.path.isdir(target)
+    if there.kind is FileKind.DIRECTORY:
+        if into and not _is_content(path):
+            local = local / name
+        with bar(f"{there.name}/", None, quiet=quiet):
+            _tell(box.download(path, local).result())
+        return
+    if into or target.endswith("/"):
+        local = local / name
     # The size is only the bar's: a link's is its own, and a file may grow while it is read.
     total = there.size if there.kind is FileKind.FILE else None
-    with _complete_or_absent(local) as fd, bar(local.name, total, quiet=quiet) as moved:
-        for chunk in _counted(box.read_file_streaming(path), moved):
-            _write_all(fd, chunk)
-        if there.kind is FileKind.FILE:
-            os.fchmod(fd, there.mode & 0o777)
+    with bar(local.name, total, quiet=quiet) as moved:
+        _tell(_call(box, path, lambda p, i, at: files.download(p, i, at, os.path.abspath(local), moved)))
+    if there.kind is FileKind.FILE and stat_is_file(local):
+        os.chmod(local, there.mode & 0o777)
+
+
+def stat_is_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def write_tar(box: Sandbox, path: str, name: str, there: FileEntry) -> None:
+    """A tar stream on standard output, as `docker cp ID:path -` writes it: everything under the name of `path`."""
+    out = sys.stdout.buffer
+    if there.kind is not FileKind.DIRECTORY:
+        data = box.read_file(path, max_bytes=None).result()
+        moment = int(there.modified_at.timestamp()) if there.modified_at else 0
+        out.write(tar_stream.header(os.fsencode(name), tar_stream.FILE, there.mode, len(data), moment))
+        out.write(data + tar_stream.padding(len(data)) + tar_stream.END)
+        return
+    place, sandbox_id = connected(box)
+    engine().run(_rename(derived.trees_of(place).read_tree(sandbox_id, path), os.fsencode(name), out))
+    out.flush()
+
+
+async def _rename(chunks: AsyncIterator[bytes], name: bytes, out: Any) -> None:
+    from lowtide.in_thread import in_thread
+    from lowtide.stream import StreamReader
+
+    stream: StreamReader[bytes] = StreamReader(text=False)
+
+    def work() -> None:
+        from lowtide.archive import Chunks
+
+        reader = tar_stream.Reader(Chunks(stream))
+        for member in reader:
+            if member.kind in (tar_stream.MARK, tar_stream.OTHER):
+                continue
+            inner = member.name.removeprefix(b"./").lstrip(b"/")
+            whole = name + b"/" + inner if inner else name + b"/"
+            size = member.size if member.kind == tar_stream.FILE else 0
+            link = member.link
+            if member.kind == tar_stream.HARD_LINK:
+                link = name + b"/" + link.removeprefix(b"./")
+            out.write(tar_stream.header(whole, member.kind, member.mode, size, member.mtime, link))
+            for block in reader.content():
+                out.write(block)
+            out.write(tar_stream.padding(size))
+        out.write(tar_stream.END)
+
+    import asyncio
+
+    writing = asyncio.ensure_future(in_thread(work))
+    writing.add_done_callback(lambda _: stream.close())
+    try:
+        async for chunk in chunks:
+            stream.put(chunk)
+            await stream.room()
+    finally:
+        stream.end()
+    await writing
+
+
+def _call(box: Sandbox, path: str, work: Callable[..., Any]) -> Any:
+    return box._file_call(path, work).result()
+
+
+def _is_content(path: str) -> bool:
+    return path == "." or path.endswith("/.")
 
 
 def _described(box: Sandbox, path: str) -> FileEntry | None:
@@ -84,35 +167,17 @@ def _described(box: Sandbox, path: str) -> FileEntry | None:
         return None
 
 
-def _counted(chunks: Iterator[bytes], moved: Callable[[int], None]) -> Iterator[bytes]:
+def _counted(chunks: Iterable[bytes], moved: Callable[[int], None]) -> Iterator[bytes]:
     for chunk in chunks:
         yield chunk
         moved(len(chunk))
 
 
-@contextlib.contextmanager
-def _complete_or_absent(target: Path) -> Iterator[int]:
-    """A file beside the target that takes its name when the block ends well."""
-    fd, name = tempfile.mkstemp(prefix=f".{target.name[:100]}.", dir=target.parent)
-    try:
-        umask = os.umask(0)
-        os.umask(umask)
-        os.fchmod(fd, 0o666 & ~umask)
-        yield fd
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise
-    finally:
-        os.close(fd)
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(fd, left) :]
-
-
-def _tell_skipped(transfer: Transfer) -> None:
-    for name in transfer.skipped:
-        print(f"lowtide: left out {clean(str(name))}", file=sys.stderr)
+def _tell(transfer: Transfer) -> None:
+    for names, what in (
+        (transfer.skipped, "left out"),
+        (transfer.changed, "changed while it was read:"),
+        (transfer.stripped, "without its set-id bits:"),
+    ):
+        for name in names:
+            print(f"lowtide: {what} {clean(str(name))}", file=sys.stderr)

@@ -22,6 +22,14 @@ def seconds(value: str | float) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
+def positive_seconds(value: str | float) -> float:
+    """The same, and longer than nothing: what the API takes, too."""
+    found = seconds(value)
+    if found <= 0:
+        raise click.BadParameter(f"{value!r} is no time: say more than 0")
+    return found
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 provider_option = click.option(
     "--provider", "-p", metavar="P", help="The provider (default: LOWTIDE_PROVIDER, else local)."
@@ -44,11 +52,16 @@ environment_option = click.option(
 workdir_option = click.option("--workdir", "-w", metavar="DIR", help="The working directory (absolute).")
 timeout_option = click.option(
     "--timeout",
-    type=seconds,
+    type=positive_seconds,
     metavar="TIME",
     help="End the command after this long: 90s, 15m. Exit code 124.",
 )
-stdin_option = click.option("--stdin", "-i", is_flag=True, help="Pass our standard input on.")
+stdin_option = click.option(
+    "--stdin/--no-stdin",
+    "-i",
+    default=None,
+    help="Pass our standard input on (default: when it is no terminal).",
+)
 tty_option = click.option("--tty", "-t", is_flag=True, help="Give it a terminal (implies --stdin).")
 
 _KEEP = click.Choice(["never", "on-failure", "always"])
@@ -62,7 +75,7 @@ _CREATION = (
     click.option("--tag", "tags", multiple=True, metavar="T", help="A tag; may be repeated."),
     click.option("--keep", type=_KEEP, help="When it survives its end (default: LOWTIDE_KEEP, else never)."),
     click.option(
-        "--keep-for", type=seconds, metavar="TIME", help="How long a kept one lives (default: 24h)."
+        "--keep-for", type=positive_seconds, metavar="TIME", help="How long a kept one lives (default: 24h)."
     ),
     click.option(
         "--network", "-n", metavar="N", help="none, full, or hosts and CIDRs to allow, separated by commas."
@@ -77,7 +90,10 @@ _CREATION = (
     click.option("--pids", type=click.IntRange(min=1), metavar="N", help="Most processes at once."),
     click.option("--disk", metavar="SIZE", help="Disk limit: 1Gi."),
     click.option(
-        "--max-lifetime", type=seconds, metavar="TIME", help="Its hard end, whatever else happens: 30m, 2h."
+        "--max-lifetime",
+        type=positive_seconds,
+        metavar="TIME",
+        help="Its hard end, whatever else happens: 30m, 2h.",
     ),
 )
 
@@ -146,3 +162,23 @@ def _network(said: str | None) -> Any:
     if said is None or said in ("none", "full"):
         return said
     return {"allow": [part for part in said.split(",") if part]}
+
+
+def passes_stdin(said: bool | None) -> bool:
+    """Whether our standard input goes inside: as said, else when it is a file or a pipe and no terminal."""
+    if said is not None:
+        return said
+    try:
+        return not os.isatty(0) and os.fstat(0) is not None
+    except OSError:
+        return False  # closed
+
+
+def complete_ids(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """The ids of what exists, for a shell's completion."""
+    from lowtide.cli.listing import rows
+
+    try:
+        return [row.id for row in rows(provider=None, tags=(), ended=0) if row.id.startswith(incomplete)]
+    except Exception:  # a completion must never complain
+        return []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -31,9 +33,33 @@ def print_table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, empty: s
         return
     widths = [max(len(line[i]) for line in [list(heads), *cells]) for i in range(len(heads))]
     styled = sys.stdout.isatty()
+    columns = shutil.get_terminal_size((0, 0)).columns if styled or os.environ.get("COLUMNS") else 0
+    if 0 < columns < sum(widths) + 2 * (len(widths) - 1):
+        for line in cells:
+            _print_narrow(heads, line, columns)
+        return
     for number, line in enumerate([[head.upper() for head in heads], *cells]):
         text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         print(f"\x1b[1m{text}\x1b[0m" if styled and number == 0 else text)
+
+
+def _print_narrow(heads: Sequence[str], cells: Sequence[str], columns: int) -> None:
+    """One row as lines that fit: what it is first, then the rest with its names."""
+    print(cells[0])
+    line = ""
+    for head, cell in zip(heads[1:], cells[1:], strict=True):
+        if cell == "-":
+            continue
+        word = f"{head} {cell}"
+        if line and len(line) + 3 + len(word) > columns:
+            print(line[:columns])
+            line = ""
+        line = f"{line}, {word}" if line else f"  {word}"
+        while len(line) > columns:
+            print(line[:columns])
+            line = f"    {line[columns:]}"
+    if line:
+        print(line)
 
 
 def timestamp(seconds: float | datetime | None) -> str | None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import click
 
-from lowtide.cli.parameters import json_option, provider_option, seconds
+from lowtide.cli.parameters import complete_ids, json_option, positive_seconds, provider_option
 
 
 @click.command("adopt", short_help="Keep a sandbox alive beyond its owner, until a time.")
 @provider_option
 @click.option(
-    "--keep-for", type=seconds, default=86_400.0, metavar="TIME", help="How long from now (default: 24h)."
+    "--keep-for",
+    type=positive_seconds,
+    default=86_400.0,
+    metavar="TIME",
+    help="How long from now (default: 24h).",
 )
 @click.option("--take", is_flag=True, help="Also from an owner that lives; it lets go.")
 @json_option
-@click.argument("sandboxes", nargs=-1, required=True, metavar="ID…")
+@click.argument("sandboxes", nargs=-1, required=True, metavar="ID…", shell_complete=complete_ids)
 def command(
     *, provider: str | None, keep_for: float, take: bool, as_json: bool, sandboxes: tuple[str, ...]
 ) -> None:

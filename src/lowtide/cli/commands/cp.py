@@ -15,12 +15,14 @@ from lowtide.cli.parameters import provider_option
 def command(*, provider: str | None, quiet: bool, source: str, target: str) -> None:
     """Copy FROM to TO; one of them is ID:/path in a sandbox.
 
-    As with the shell's cp, a TO that is a directory, or ends in /, takes the name of FROM. A file appears whole
-    or not at all. A local name with a colon in it: ./name:with-colon.
+    As `docker cp`: into a directory that is there FROM goes with its name, and FROM/. is what it holds; a TO that is
+    not there is made, with its parents. - is a tar stream, from standard input or to standard output. A file
+    appears whole or not at all; into a device or a pipe it is written. A local name with a colon: ./name:with-colon.
 
     \b
     Examples: lowtide cp data.csv 01k9…:/root/data.csv
               lowtide cp 01k9…:/root/results ./results
+              lowtide cp 01k9…:/root/results - | gzip > results.tar.gz
     """
     from lowtide.cli.copying import copy_in, copy_out
 

@@ -6,7 +6,9 @@ import click
 
 from lowtide.cli.parameters import (
     COMMAND_SETTINGS,
+    complete_ids,
     environment_option,
+    passes_stdin,
     provider_option,
     stdin_option,
     timeout_option,
@@ -26,7 +28,7 @@ from lowtide.cli.parameters import (
 @timeout_option
 @stdin_option
 @tty_option
-@click.argument("sandbox", metavar="ID")
+@click.argument("sandbox", metavar="ID", shell_complete=complete_ids)
 @click.argument("cmd", nargs=-1, required=True, metavar="-- CMD…")
 def command(
     *,
@@ -35,7 +37,7 @@ def command(
     workdir: str | None,
     user: str | None,
     timeout: float | None,
-    stdin: bool,
+    stdin: bool | None,
     tty: bool,
     sandbox: str,
     cmd: tuple[str, ...],
@@ -52,7 +54,7 @@ def command(
         sandbox,
         cmd,
         provider=provider,
-        stdin=stdin,
+        stdin=passes_stdin(stdin),
         tty=tty,
         timeout_seconds=timeout,
         workdir=workdir,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import click
 
-from lowtide.cli.parameters import json_option
+from lowtide.cli.parameters import complete_ids, json_option
 
 
 @click.command("history", short_help="What happened to a sandbox, step by step.")
 @json_option
-@click.argument("sandbox", metavar="ID")
+@click.argument("sandbox", metavar="ID", shell_complete=complete_ids)
 def command(*, sandbox: str, as_json: bool) -> None:
     """Every change in the life of the sandbox ID, also after it is gone."""
     from lowtide.cli.addressing import lease_named

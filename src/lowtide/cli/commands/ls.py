@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import time
+
 import click
 
 from lowtide.cli.parameters import json_option, provider_option, tag_option
+
+_EVERY_SECONDS = 2.0
 
 
 @click.command("ls", short_help="List sandboxes: state, owner, age, expiry.")
@@ -18,6 +23,7 @@ from lowtide.cli.parameters import json_option, provider_option, tag_option
     help="With --all: at most so many ended ones, the newest.",
 )
 @click.option("--quiet", "-q", is_flag=True, help="Only the ids, one per line.")
+@click.option("--watch", "-w", is_flag=True, help="Again every two seconds, until Ctrl+C.")
 @json_option
 def command(
     *,
@@ -26,6 +32,7 @@ def command(
     everything: bool,
     limit: int,
     quiet: bool,
+    watch: bool,
     as_json: bool,
 ) -> None:
     """List sandboxes: state, owner, age, expiry.
@@ -33,10 +40,26 @@ def command(
     Without --provider: all that this machine's ledger knows, of every provider and process, without a network
     call. With --provider: that provider is asked too, and sandboxes that other machines made are shown with it.
     """
+    if watch and as_json:
+        raise click.UsageError("--watch is for people, --json for programs: say one of them")
+    while True:
+        if watch and sys.stdout.isatty():
+            print("\x1b[H\x1b[2J", end="")
+        _show(provider, tags, limit if everything else 0, quiet=quiet, as_json=as_json)
+        if not watch:
+            return
+        sys.stdout.flush()
+        try:
+            time.sleep(_EVERY_SECONDS)
+        except KeyboardInterrupt:  # how it is ended
+            return
+
+
+def _show(provider: str | None, tags: tuple[str, ...], ended: int, *, quiet: bool, as_json: bool) -> None:
     from lowtide.cli.listing import rows
     from lowtide.cli.text import age, print_json, print_table, until
 
-    found = rows(provider=provider, tags=tags, ended=limit if everything else 0)
+    found = rows(provider=provider, tags=tags, ended=ended)
     if as_json:
         print_json([row.as_dict() for row in found])
     elif quiet:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from lowtide.cli.parameters import json_option, provider_option, tag_option
+from lowtide.cli.parameters import complete_ids, json_option, provider_option, tag_option
 
 
 @click.command("rm", short_help="Delete sandboxes, kept or not.")
@@ -12,7 +12,7 @@ from lowtide.cli.parameters import json_option, provider_option, tag_option
 @tag_option
 @click.option("--missing-ok", is_flag=True, help="One that does not exist is fine.")
 @json_option
-@click.argument("sandboxes", nargs=-1, metavar="ID…")
+@click.argument("sandboxes", nargs=-1, metavar="ID…", shell_complete=complete_ids)
 def command(
     *,
     provider: str | None,

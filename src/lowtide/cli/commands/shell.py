@@ -6,14 +6,14 @@ from typing import Any
 
 import click
 
-from lowtide.cli.parameters import creation_arguments, creation_options
+from lowtide.cli.parameters import complete_ids, creation_arguments, creation_options
 
 _SHELL = ("/bin/sh", "-c", "if command -v bash >/dev/null 2>&1; then exec bash; else exec sh; fi")
 
 
 @click.command("shell", short_help="Open a terminal in a sandbox, new or existing.")
 @creation_options
-@click.argument("sandbox", required=False, metavar="[ID]")
+@click.argument("sandbox", required=False, metavar="[ID]", shell_complete=complete_ids)
 def command(*, sandbox: str | None, **creation: Any) -> int:
     """Open a terminal in the sandbox ID, or in a new one that is gone when you leave.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from lowtide.cli.parameters import json_option, provider_option, seconds
+from lowtide.cli.parameters import complete_ids, json_option, provider_option, seconds
 
 
 @click.command("stop", short_help="End sandboxes gracefully; the keep policy holds.")
@@ -18,7 +18,7 @@ from lowtide.cli.parameters import json_option, provider_option, seconds
 )
 @click.option("--snapshot", is_flag=True, help="Take a snapshot first and print its id.")
 @json_option
-@click.argument("sandboxes", nargs=-1, required=True, metavar="ID…")
+@click.argument("sandboxes", nargs=-1, required=True, metavar="ID…", shell_complete=complete_ids)
 def command(
     *, provider: str | None, grace: float, snapshot: bool, as_json: bool, sandboxes: tuple[str, ...]
 ) -> int:

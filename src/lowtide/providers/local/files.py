@@ -74,7 +74,13 @@ async def read_file(inside: Caller, path: str) -> AsyncIterator[bytes]:
             await asyncio.sleep(0)
 
 
-async def write_file(inside: Caller, path: str, chunks: AsyncIterable[bytes], mode: int | None) -> int:
+async def write_file(
+    inside: Caller,
+    path: str,
+    chunks: AsyncIterable[bytes],
+    mode: int | None,
+    modified: float | None = None,
+) -> int:
     async with _replacing(inside, path, mode) as fd:
         written = 0
         async for chunk in chunks:
@@ -85,6 +91,8 @@ async def write_file(inside: Caller, path: str, chunks: AsyncIterable[bytes], mo
                 view = view[count:]
                 written += count
                 await asyncio.sleep(0)
+        if modified is not None:
+            os.utime(fd, (modified, modified))
     return written
 
 

@@ -19,6 +19,7 @@ from lowtide.providers.local import (
     container_image,
     destroy,
     first,
+    python_environment,
     python_trees,
     seccomp,
     skeleton,
@@ -137,7 +138,7 @@ class Prerequisites:
             root=(skeleton.root,),
             usr=("/usr", *owned),
             read_only=self._masks.masked() if self._masks is not None else (),
-            environment={"PATH": python_trees.search_path()},
+            environment={"PATH": _search_path()},
             record={"base": "host"},
         )
 
@@ -165,3 +166,8 @@ class Prerequisites:
 
 def _said(reasons: Mapping[str, str]) -> list[str]:
     return [f"{name}: {why}" for name, why in reasons.items()]
+
+
+def _search_path() -> str:
+    first = [python_environment.BIN] if python_environment.interpreter() is not None else []
+    return ":".join([*first, python_trees.search_path()])

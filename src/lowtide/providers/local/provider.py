@@ -250,6 +250,12 @@ class LocalProvider:
     ) -> int:
         return await files.write_file(self._entrance.inside(sandbox_id), _absolute(path), chunks, mode)
 
+    async def write_file_at(
+        self, sandbox_id: str, path: str, chunks: AsyncIterable[bytes], *, mode: int, modified: float
+    ) -> int:
+        inside = self._entrance.inside(sandbox_id)
+        return await files.write_file(inside, _absolute(path), chunks, mode, modified)
+
     async def read_into(self, sandbox_id: str, path: str, descriptor: int) -> int:
         return await files.read_into(self._entrance.inside(sandbox_id), _absolute(path), descriptor)
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowtide.providers.local import python_trees
+from lowtide.providers.local import python_environment, python_trees
 
-_FORMAT = 5  # part of the fingerprint: raise it when what is built below changes
+_FORMAT = 6  # part of the fingerprint: raise it when what is built below changes
 
 _DIRECTORIES = (
     "dev", "etc", "home", "media", "mnt", "opt", "proc", "root", "run", "srv", "sys", "usr", "var", "var/cache",
@@ -136,6 +136,7 @@ def _build_python(root: Path) -> None:
         _copy_public(Path(prefix) / "pyvenv.cfg", inside / "pyvenv.cfg")
         if os.path.islink(f"{prefix}/lib64") and os.readlink(f"{prefix}/lib64") == "lib":
             (inside / "lib64").symlink_to("lib")
+    python_environment.build(root)
 
 
 def _copy_public(source: Path, target: Path) -> None:
