@@ -54,7 +54,8 @@ async def absolute(life: HeldSandbox, provider: Provider, sandbox_id: str, path:
     """The path as the provider takes it; a relative one is relative to the working directory."""
     if path.startswith("/"):
         return path
-    base = life.settings.working_dir or life.working_dir
+    said = life.settings.working_dir
+    base = life.working_dir if said is None else os.fspath(said)
     if base is None:
         base = life.working_dir = await derived.working_dir(provider, sandbox_id)
     return base if path == "." else posixpath.join(base, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -322,10 +323,10 @@ def specification(settings: SandboxDefaults, provider: Provider, lease: Lease) -
     resources, network = settings.resources, settings.network
     return SandboxSpec(
         labels=lease.labels,
-        image=settings.container_image,
+        image=_path(settings.container_image),
         snapshot=settings.snapshot,
         command=settings.argv,
-        working_dir=settings.working_dir,
+        working_dir=_path(settings.working_dir),
         environment=dict(settings.environment_variables),
         limits=validate.resources("resources", resources) if resources is not None else Limits(),
         network=validate.network("network", network) if network is not None else None,
@@ -336,3 +337,7 @@ def specification(settings: SandboxDefaults, provider: Provider, lease: Lease) -
         lifetime_seconds=settings.max_lifetime_seconds,
         options=validate.provider_options(type(provider), settings.provider_options),
     )
+
+
+def _path(value: str | os.PathLike[str] | None) -> str | None:
+    return None if value is None else os.fspath(value)

@@ -57,7 +57,8 @@ def query(
     except ValueError:
         known = ", ".join(repr(state.value) for state in SandboxState)
         raise ValidationError(f"status must be one of {known}, not {status!r}", argument="status") from None
-    return Query(validate.tags("tags", tags or ()), chosen(provider), state, show_terminated)
+    wanted = validate.tags("tags", () if tags is None else tags)
+    return Query(wanted, chosen(provider), state, validate.flag("show_terminated", show_terminated))
 
 
 def chosen(provider: str | Provider | None) -> Provider | None:

@@ -145,12 +145,13 @@ class Sandbox(SandboxFiles):
         from lowtide import lookup
 
         validate.text("sandbox_id", sandbox_id)
+        validate.flag("missing_ok", missing_ok)
         return Operation.start(lookup.delete(sandbox_id, lookup.chosen(provider), missing_ok))
 
     @classmethod
     @shows_options
     def session(
-        cls, defaults: SandboxDefaults | Mapping[str, Any] | None = None, **options: Unpack[SandboxOptions]
+        cls, defaults: SandboxDefaults | Mapping[str, Any] | None = None, /, **options: Unpack[SandboxOptions]
     ) -> Session:
         """A `Session`: sandboxes with shared defaults and one end."""
         from lowtide.session import Session
@@ -249,7 +250,8 @@ class Sandbox(SandboxFiles):
 
     def wait(self, timeout: float | None = None) -> Self:
         """Block until commands can run. SandboxTimeoutError after `timeout` seconds; it goes on starting."""
-        self._operation().result(validate.timeout("timeout", timeout))
+        timeout = validate.timeout("timeout", timeout)  # first: to ask for the operation starts it
+        self._operation().result(timeout)
         return self
 
     def wait_until_complete(
@@ -291,6 +293,8 @@ class Sandbox(SandboxFiles):
                 "keep", "leaves it running, so snapshot() it before, without snapshot_on_stop"
             )
         validate.grace("graceful_shutdown_seconds", graceful_shutdown_seconds)
+        validate.flag("snapshot_on_stop", snapshot_on_stop)
+        validate.flag("missing_ok", missing_ok)
         if snapshot_on_stop and self._life.begun:
             self._require("SNAPSHOT", "snapshot_on_stop")
         return Operation.start(

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Self, TypeVar
 
-from lowtide import block_exit
+from lowtide import block_exit, validate
 from lowtide.defaults import SandboxDefaults, SandboxOptions, explicit, resolve, shows_options
 from lowtide.errors import (
     CleanupError,
@@ -116,7 +116,8 @@ class Session:
         With `adopt`: of these, what is orphaned, kept or released; it ends with this session from now
         on. What another living process owns is left out and named in a warning, unless `take`.
         """
-        if adopt:
+        validate.flag("take", take)
+        if validate.flag("adopt", adopt):
             self._check_open()
         finding = Sandbox.list(
             tags=self.defaults.merge_tags(tags),
@@ -135,7 +136,8 @@ class Session:
         provider: str | Provider | None = None,
     ) -> Operation[Sandbox]:
         """`Sandbox.from_id`; unless `adopt` is false, it ends with this session. Raises as `adopt` does."""
-        if adopt:
+        validate.flag("take", take)
+        if validate.flag("adopt", adopt):
             self._check_open()
         chosen = provider if provider is not None else self.defaults.provider
         return Operation.start(self._found_one(Sandbox.from_id(sandbox_id, provider=chosen), adopt, take))
@@ -153,6 +155,7 @@ class Session:
             raise ValidationError(
                 f"sandbox must be a Sandbox, not {type(sandbox).__name__}", argument="sandbox"
             )
+        validate.flag("take", take)
         if not sandbox._life.begun:
             raise ValidationError(
                 "an unstarted sandbox cannot be adopted; start() it first", argument="sandbox"

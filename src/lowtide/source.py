@@ -59,7 +59,8 @@ def stdin_of(data: Any) -> AsyncIterable[bytes]:
             f"not {type(data).__name__}",
             argument="stdin",
         )
-    return chunks_of(data)
+    given: Any = data
+    return chunks_of(given)
 
 
 def _reads(read: Callable[[int], Any]) -> Iterator[Any]:

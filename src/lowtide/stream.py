@@ -6,7 +6,7 @@ import codecs
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 from lowtide import loops
 from lowtide.arguments import content
@@ -190,7 +190,7 @@ class Lines(Generic[T]):
     """The lines of a `StreamReader`."""
 
     def __init__(self, reader: StreamReader[T]) -> None:
-        self._reader = reader
+        self._reader: StreamReader[T] = reader
         self._ready: deque[T] = deque()
         self._rest: list[T] = []  # pieces of a line whose end has not come: joined once
         self._ended = False
@@ -221,17 +221,17 @@ class Lines(Generic[T]):
             if self._rest:
                 self._ready.append(self._joined())
             return
-        end = "\n" if isinstance(chunk, str) else b"\n"
-        *whole, rest = chunk.split(end)  # type: ignore[arg-type]
-        for piece in whole:
-            self._rest.append(cast("T", piece + end))  # type: ignore[operator]
+        end: Any = "\n" if isinstance(chunk, str) else b"\n"
+        pieces: list[Any] = list(chunk.split(end))
+        for piece in pieces[:-1]:
+            self._rest.append(piece + end)
             self._ready.append(self._joined())
-        if rest:
-            self._rest.append(rest)
+        if pieces[-1]:
+            self._rest.append(pieces[-1])
 
     def _joined(self) -> T:
         pieces, self._rest = self._rest, []
-        return pieces[0] if len(pieces) == 1 else cast("T", pieces[0][:0].join(pieces))
+        return pieces[0] if len(pieces) == 1 else pieces[0][:0].join(pieces)
 
 
 def _tell(waiting: asyncio.Future[None]) -> None:
@@ -256,7 +256,7 @@ class StreamWriter:
 
     def writeline(self, text: str) -> Operation[None]:
         """`write`, with a line's end."""
-        return self.write(text + "\n")
+        return self.write(content("text", text) + b"\n")
 
     def close(self) -> Operation[None]:
         """The command sees the end of its input. Silent when it has already ended."""

@@ -28,9 +28,17 @@ def test_cp_is_docker_cp(cli: Cli, box: str, tmp_path: Path) -> None:  # noqa: F
     tree.mkdir()
     (tree / "f").write_text("x")
     os.utime(tree / "f", (10**9, 10**9))
-    for source, target in ((tree, "/one"), (tree, "/one"), (f"{tree}/.", "/two"), (f"{tree}/.", "/two"), (tree, "/3/4/")):
+    for source, target in (
+        (tree, "/one"),
+        (tree, "/one"),
+        (f"{tree}/.", "/two"),
+        (f"{tree}/.", "/two"),
+        (tree, "/3/4/"),
+    ):
         assert cli("cp", str(source), f"{box}:{target}").returncode == 0
-    found = cli("exec", box, "--", "sh", "-c", "find /one /two /3 -type f | sort; stat -c %Y /one/f").stdout.split()
+    found = cli(
+        "exec", box, "--", "sh", "-c", "find /one /two /3 -type f | sort; stat -c %Y /one/f"
+    ).stdout.split()
     assert found == [b"/3/4/f", b"/one/f", b"/one/tree/f", b"/two/f", b"1000000000"]
 
     (tmp_path / "here").mkdir()

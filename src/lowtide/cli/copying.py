@@ -32,7 +32,7 @@ def copy_in(given: str, sandbox: str, path: str, *, provider: str | None, quiet:
     """Raises FileNotFoundError and its family for either side, before anything is written."""
     if given == "-":
         place, sandbox_id = connected(find_sandbox(sandbox, provider))
-        chunks = iter(lambda: sys.stdin.buffer.read1(_CHUNK), b"")
+        chunks = iter(lambda: os.read(0, _CHUNK), b"")
         engine().run(derived.trees_of(place).write_tree(sandbox_id, path, source.chunks_of(chunks)))
         return
     local = Path(given)

@@ -267,7 +267,7 @@ class StreamsConformance(Conformance):
         assert result.stdout_bytes == b"a\xff\xfeb"
         for keywords in ({"command": ["echo", "\ud800"]}, {"command": ["cat"], "stdin": "\ud800"}):
             with pytest.raises(ValidationError):
-                box.exec(**keywords)  # type: ignore[arg-type]
+                box.exec(**keywords)
         assert box.exec(["echo", "on"]).result(ANSWER_SECONDS).stdout == "on\n"
 
     def test_operations_are_tasks(self, box: Sandbox) -> None:
