@@ -1855,14 +1855,14 @@ static void plug(struct client *c)
 	K(fcntl, c->out, F_SETFL, O_RDWR | O_NONBLOCK);
 }
 
-/* Whether a channel whose input has ended has said all that it can: its commands have, or one wants input. */
+/* Whether a channel whose input has ended has said all that it can: its commands have, or one wants input or is to be settled. */
 static int answered(struct client *c, long now)
 {
 	if (!c->once || !c->known || c->in >= 0 || c->out < 0) return 0;
 	if (now >= c->once) return 1;
 	int living = 0, waiting = 0;
 	for (int i = 0; i < COMMANDS; i++)
-		if (commands[i].used && commands[i].client == c && !commands[i].said) living = 1, waiting |= commands[i].in >= 0;
+		if (commands[i].used && commands[i].client == c && !commands[i].said) living = 1, waiting |= commands[i].in >= 0 || commands[i].left;
 	return (waiting || !living) && !c->filled && c->said == c->sent && c->from == c->to;
 }
 
