@@ -52,7 +52,7 @@ def test_bytes_pass_through_unchanged_both_ways(cli: Cli) -> None:  # noqa: F811
 
 
 def test_without_stdin_the_command_sees_an_empty_input(cli: Cli) -> None:  # noqa: F811
-    assert cli("run", "--", "wc", "-c", input="ours").stdout.strip() == b"0"
+    assert cli("run", "--no-stdin", "--", "wc", "-c", input="ours").stdout.strip() == b"0"
 
 
 def test_fifty_megabytes_of_output(cli: Cli) -> None:  # noqa: F811

@@ -75,5 +75,8 @@ def test_as_root_nothing_has_to_be_hidden(prefix: Path, tmp_path: Path) -> None:
 @pytest.mark.skipif(not pytest.__file__.startswith(sys.prefix), reason="packages are elsewhere")
 async def test_packages_can_be_imported_inside(provider: LocalProvider) -> None:
     made = await provider.create(spec())
-    code = "import pytest, sys; print(sys.prefix)"
-    assert (await run(provider, made.sandbox_id, "python3", "-c", code))[1] == sys.prefix + "\n"
+    code = "import pytest, sys; print(pytest.__file__, sys.prefix)"
+    said = (await run(provider, made.sandbox_id, "python3", "-c", code))[1]
+    assert (
+        said == f"{pytest.__file__} /opt/python\n"
+    )  # the visible packages, under an environment that is writable
