@@ -252,7 +252,10 @@ def _tell_unheard(future: concurrent.futures.Future[Any], name: str) -> None:
         import logging
 
         logging.getLogger("lowtide").error(
-            "a %s failed and nobody asked for its result: %s: %s", name.lower(), type(error).__name__, error
+            "nobody asked for the result of a call that failed (%s): %s: %s",
+            name,
+            type(error).__name__,
+            error,
         )
 
 
