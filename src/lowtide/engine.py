@@ -8,6 +8,7 @@ forked child starts without it: it makes its own on first use and hangs on nothi
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
 import contextlib
 import os
@@ -38,6 +39,25 @@ _MAIN_THREADS = frozenset(
 _lock = threading.Lock()
 _engine: Engine | None = None
 _forget_in_child: list[Callable[[], None]] = []
+_last: list[Callable[[], object]] = []
+
+
+def at_the_very_end(work: Callable[[], object]) -> None:
+    """Take an exit hook of somebody else's over, to run it after lowtide has ended its sandboxes.
+
+    What is registered later runs earlier: an SDK that is imported with the first sandbox would stop first.
+    """
+    atexit.unregister(work)
+    if work not in _last:
+        _last.append(work)
+
+
+def _at_the_very_end() -> None:
+    while _last:
+        _last.pop()()
+
+
+atexit.register(_at_the_very_end)  # with this import, which comes before any lease's own hook
 
 
 class Engine:

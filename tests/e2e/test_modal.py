@@ -199,3 +199,21 @@ assert asyncio.run(once("again")) == "again\\n"
         timeout=200,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_left_to_the_exit_after_a_sandbox_of_another_provider_it_ends_quietly(modal: Handle) -> None:
+    """The SDK is imported after the exit hook was armed, and would stop before it."""
+    script = """
+from lowtide import Sandbox
+local, box = Sandbox.run(provider="local"), Sandbox.run(provider="modal")
+assert local.exec(["echo", "1"]).result().stdout + box.exec(["echo", "2"]).result().stdout == "1\\n2\\n"
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, **modal.environment},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert running(modal) == []

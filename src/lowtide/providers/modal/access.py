@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lowtide.engine import at_the_very_end
 from lowtide.errors import AuthenticationError
 from lowtide.providers import hosted
 from lowtide.providers.modal.errors import PROVIDER, SERVICE
@@ -142,4 +143,9 @@ def _sdk() -> Any:
         import modal
     except ModuleNotFoundError as error:
         raise hosted.missing_dependency(PROVIDER, "modal") from error
+    with contextlib.suppress(ImportError, AttributeError):
+        from modal._utils.async_utils import synchronizer
+
+        # It would end the thread that all calls go through before lowtide's exit has ended its sandboxes.
+        at_the_very_end(synchronizer._close_loop)
     return modal
