@@ -41,6 +41,10 @@ WANTED = os.environ.get("LOWTIDE_FRAMEWORKS", "local")
 def test_the_frameworks_own_suite_passes(name: str, provider: str) -> None:
     if provider != "local" and WANTED != "all":
         pytest.skip("only on local here: LOWTIDE_FRAMEWORKS=all, or scripts/framework_suites")
+    if name == "openhands" and WANTED != "all":
+        pytest.skip(
+            "its server needs half a minute of processor time to start: scripts/framework_suites openhands"
+        )
     done = subprocess.run(
         [sys.executable, str(SCRIPT), name, "--provider", provider], capture_output=True, text=True
     )
@@ -57,7 +61,10 @@ def test_each_framework_has_a_module_a_page_an_extra_and_a_kill(name: str) -> No
     assert f"\n{page} = [" in (ROOT / "pyproject.toml").read_text()
     suite = (ROOT / f"tests/integrations/suites/suite_{name}.py").read_text()
     assert "killed_in_the_middle(" in suite
-    assert "page_runs(" in suite or name == "deepagents_code"  # the page is deepagents'
+    assert "page_runs(" in suite or name in (
+        "deepagents_code",
+        "openhands",
+    )  # the page is deepagents'; it needs a model
 
 
 def test_no_integration_is_loaded_unless_used() -> None:

@@ -45,7 +45,7 @@ exec "$@" --host 127.0.0.1 --port {port}
 """
 
 
-class LowtideWorkspace(RemoteWorkspace):  # type: ignore[misc]
+class LowtideWorkspace(RemoteWorkspace):
     """One sandbox, made with the workspace and ended with its ``with`` block, `cleanup()`, or this process.
 
     `sandbox_options` are the keywords of `lowtide.Sandbox` (resources, network, keep, tags, …). An agent that calls a
@@ -65,7 +65,7 @@ class LowtideWorkspace(RemoteWorkspace):  # type: ignore[misc]
     ready_seconds: float = Field(default=120.0, gt=0.0, description="How long the server may take to be up.")
 
     _sandbox: Sandbox | None = PrivateAttr(default=None)
-    _server: Process[str] | None = PrivateAttr(default=None)
+    _server: Process | None = PrivateAttr(default=None)
 
     def model_post_init(self, context: Any) -> None:
         """Make the sandbox and start the server. Whatever fails on the way leaves nothing behind."""
@@ -80,10 +80,8 @@ class LowtideWorkspace(RemoteWorkspace):  # type: ignore[misc]
             super().model_post_init(context)
             self._sandbox, self._server = sandbox, server
             self._wait_until_up(server)
-        except BaseException as error:
+        except BaseException:
             sandbox.stop(graceful_shutdown_seconds=0.0).exception()
-            if isinstance(error, errors.CommandError):
-                raise self._not_up(server) from error
             raise
 
     @property
@@ -93,7 +91,7 @@ class LowtideWorkspace(RemoteWorkspace):  # type: ignore[misc]
             raise errors.SandboxGone("the workspace's sandbox was never made", reason="stopped")
         return self._sandbox
 
-    def _wait_until_up(self, server: Process[str]) -> None:
+    def _wait_until_up(self, server: Process) -> None:
         deadline = time.monotonic() + self.ready_seconds
         for delay in backoff(0.05, 1.0):
             if server.done():
@@ -107,13 +105,13 @@ class LowtideWorkspace(RemoteWorkspace):  # type: ignore[misc]
                 raise self._not_up(server)
             time.sleep(delay)
 
-    def _not_up(self, server: Process[str]) -> errors.SandboxFailedError:
+    def _not_up(self, server: Process) -> errors.SandboxFailedError:
         said = ""
         if server.done() and server.exception() is None:
             result = server.result()
             said = f" and ended with {result.returncode}: {(result.stderr or result.stdout)[-_LAST_WORDS:].strip()}"
         return errors.SandboxFailedError(
-            f"the agent server did not come up within {self.ready_seconds:g} seconds{said}. The sandbox's image "
+            f"the agent server did not come up{said or f' within {self.ready_seconds:g} seconds'}. The sandbox's image "
             "needs openhands-agent-server",
             reason="agent-server",
             provider=self._sandbox.provider if self._sandbox is not None else self.provider,
