@@ -11,6 +11,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?=
 PYTEST_ARGS ?=
+# WITHOUT="and not newcomer" leaves out of test-all what `make test` has run already.
+WITHOUT ?=
 # Most tests wait for processes, engines and servers rather than for a processor.
 WORKERS ?= $(shell echo $$(( 2 * $$(nproc) )))
 
@@ -31,7 +33,7 @@ test: $(VENV)/.test ## the newcomer's test-suite: no engine, no account, a few m
 
 test-all: $(VENV)/.dev ## the whole test-suite; with engines (scripts/engines up) on them, too
 	@code=0; \
-	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not alone" $(PYTEST_ARGS) || code=$$?; \
+	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not alone $(WITHOUT)" $(PYTEST_ARGS) || code=$$?; \
 	$(BIN)/pytest -q -m alone $(PYTEST_ARGS) || code=$$?; \
 	exit $$code
 
