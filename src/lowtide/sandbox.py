@@ -282,12 +282,14 @@ class Sandbox(SandboxFiles):
 
         Any number of times, from any thread. One that is already gone is no error (`missing_ok` is
         accepted for those used to it). `failed` is what ``keep="on-failure"`` looks at, as an error that leaves a
-        ``with`` block is; `keep`: leave it running for its ``keep_for_seconds``, whatever policy it has. When it cannot be ended the error is raised, the lease stays in
-        the ledger and is tried again; so may you. What another process owns (adopted, or the parent's
+        ``with`` block is; `keep`: leave it running for its ``keep_for_seconds``, whatever policy it has. When it
+        cannot be ended the error is raised, the lease stays in the ledger and is tried again; so may you. What another process owns (adopted, or the parent's
         of a forked child), was released or is kept is left, and the report says so; `delete` ends that.
         """
         if self._life.inherited:
             return Operation.over(self._life.left_to_parent())
+        validate.flag("failed", failed)
+        validate.flag("keep", keep)
         if keep and snapshot_on_stop:
             raise validate.wrong(
                 "keep", "leaves it running, so snapshot() it before, without snapshot_on_stop"
@@ -380,6 +382,7 @@ class Sandbox(SandboxFiles):
         """What its main process has printed, in chunks; with `follow` on to its end. Where the provider keeps it."""
         from lowtide import logs
 
+        validate.flag("follow", follow)
         if tail_lines is not None:
             validate.positive("tail_lines", tail_lines)
         return logs.stream(self._life, follow=follow, tail_lines=tail_lines)

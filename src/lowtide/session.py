@@ -92,9 +92,13 @@ class Session:
         **options: Unpack[SandboxOptions],
     ) -> Callable[[Callable[P, R]], RemoteFunction[P, R]]:
         """A decorator: the function's ``.remote()`` and ``.map()`` run it in a new sandbox of this session."""
+        from lowtide import validate
         from lowtide.function import RemoteFunction
 
         self._check_open()
+        validate.absolute_path("temp_dir", temp_dir)
+        validate.seconds_or_none("timeout_seconds", timeout_seconds)
+        resolve(self.defaults, options)  # refused here, and not at the first call
 
         def made(function: Callable[P, R]) -> RemoteFunction[P, R]:
             return RemoteFunction(self, function, options, temp_dir=temp_dir, timeout_seconds=timeout_seconds)

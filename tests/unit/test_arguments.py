@@ -66,8 +66,11 @@ TABLE: dict[tuple[str, str], dict[str, list[Any]]] = {
     ("Sandbox", "wait"): {"timeout": TIMEOUTS},
     ("Sandbox", "wait_until_complete"): {"timeout": TIMEOUTS, "raise_on_termination": FLAGS},
     ("Sandbox", "stop"): {
-        "graceful_shutdown_seconds": GRACES, "snapshot_on_stop": FLAGS, "missing_ok": FLAGS,
+        "graceful_shutdown_seconds": GRACES, "snapshot_on_stop": FLAGS, "missing_ok": FLAGS, "keep": FLAGS,
+        "failed": FLAGS,
     },
+    ("Sandbox", "stream_logs"): {"follow": FLAGS, "tail_lines": MOST},
+    ("Session", "function"): {"temp_dir": ["relative", *TEXTS], "timeout_seconds": SECONDS},
     ("Sandbox", "list"): {
         "tags": TAGS, "provider": PROVIDERS, "status": ["sometimes", 5], "show_terminated": FLAGS,
     },
@@ -163,7 +166,8 @@ def test_every_public_parameter_is_in_the_table() -> None:
                 or (kind is not Operation and name in ("start", "over"))
             ):
                 continue
-            shown = [p for p in inspect.signature(method).parameters if p != "self"]
+            known = inspect.signature(method).parameters.values()
+            shown = [p.name for p in known if p.name != "self" and p.kind is not p.VAR_KEYWORD]
             if any(p in CREATION for p in shown[2:]) and name in ("run", "session", "sandbox"):
                 assert set(shown) - {"argv"} <= {*CREATION, *UNCHECKED}
                 continue

@@ -63,6 +63,7 @@ def _public() -> list[str]:
         lowtide.SandboxDefaults,
     )
     names = {name for cls in held for name in dir(cls) if not name.startswith("_")}
+    names -= {"send", "throw"}  # what asyncio calls, so that an operation is a coroutine to it
     for record in (
         lowtide.EndReport,
         lowtide.Transfer,

@@ -7,7 +7,7 @@ import pytest
 from lowtide import Sandbox, SandboxDefaults, UnsupportedError, ValidationError
 from lowtide.providers.base import Isolation, Labels, SandboxSpec
 from lowtide.providers.docker import container
-from lowtide.providers.kubernetes import manifest
+from lowtide.providers.kubernetes import pod
 from lowtide.providers.kubernetes.options import KubernetesOptions
 
 LABELS = Labels(lease_id="lease", ledger_id="ledger", owner="owner")
@@ -39,9 +39,10 @@ def test_on_docker_it_is_the_runtime() -> None:
 
 def test_on_kubernetes_it_is_the_runtime_class() -> None:
     spec = SandboxSpec(labels=LABELS, isolation=Isolation.GVISOR)
-    assert manifest.pod(spec, default_image="image")["spec"]["runtimeClassName"] == "gvisor"
+    made = pod.pod(spec, default_image="image", architecture="x86_64", key=None)
+    assert made["spec"]["runtimeClassName"] == "gvisor"
     twice = SandboxSpec(
         labels=LABELS, isolation=Isolation.GVISOR, options=KubernetesOptions(runtime_class="kata")
     )
     with pytest.raises(ValidationError):
-        manifest.check(twice)
+        pod.check(twice)

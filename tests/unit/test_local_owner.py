@@ -145,7 +145,7 @@ def test_a_deep_directory_is_downloaded_twice(tmp_path: Path) -> None:
         sandbox.exec(["python3", "-c", DEEP, "/root/a", "1500"], check=True).result()
         for _ in range(2):
             sandbox.download("/root/a", tmp_path / "a").result()
-        sandbox.exec(["python3", "-c", DEEP, "/root/b", "3000"], check=True).result()
+        sandbox.exec(["python3", "-c", DEEP, "/root/b", "12000"], check=True).result()
         with pytest.raises(SandboxFileError, match="longer than"):
             sandbox.download("/root/b", tmp_path / "b").result()
     bottom = tmp_path / "a"

@@ -32,6 +32,9 @@ from lowtide import Sandbox, Session
 from lowtide.providers import registry
 KEYWORDS = {keywords!r}
 adapter = type(registry.provider({provider!r}))
+# As on a terminal, wherever this is started: nohup and background jobs ignore them.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def ready():
     print("READY", flush=True)
