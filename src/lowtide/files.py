@@ -9,10 +9,11 @@ import posixpath
 import stat as stat_modes
 import tarfile
 import tempfile
+import threading
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lowtide import archive, local_target, source
 from lowtide.errors import (
@@ -226,20 +227,35 @@ async def _pump(chunks: AsyncIterator[bytes], stream: StreamReader[bytes]) -> in
     return count
 
 
-async def _into_thread(chunks: AsyncIterator[bytes], take: Callable[[Iterable[bytes]], T]) -> tuple[int, T]:
-    """Let `take` use the chunks in a thread of its own, never further ahead than it can follow."""
+async def _into_thread(
+    chunks: AsyncIterator[bytes],
+    take: Callable[[Iterable[bytes]], T],
+    give_up: Callable[[], None] = lambda: None,
+) -> tuple[int, T]:
+    """Let `take` use the chunks in a thread of its own, never further ahead than it can follow.
+
+    However this ends, the thread has ended before: what it writes to can be removed then.
+    """
     stream: StreamReader[bytes] = StreamReader(text=False)
     taking = asyncio.ensure_future(in_thread(lambda: take(stream)))
     taking.add_done_callback(lambda _: stream.close())  # it may end early: then nobody makes room
     try:
         count = await _pump(chunks, stream)
+        stream.end()
+        return count, await asyncio.shield(taking)
     except BaseException as error:
+        give_up()
         stream.end(error)
-        with contextlib.suppress(BaseException):
-            await taking
+        stream.close()
+        await _to_its_end(taking)
         raise
-    stream.end()
-    return count, await asyncio.shield(taking)
+
+
+async def _to_its_end(work: asyncio.Future[Any]) -> None:
+    """A thread's work is not cut off; what it comes to is of no interest any more."""
+    await asyncio.wait({work})
+    if not work.cancelled():
+        work.exception()
 
 
 async def _download_file(
@@ -262,15 +278,12 @@ async def _download_file(
 
 
 async def _download_into(provider: Provider, sandbox_id: str, remote: str, place: str) -> int:
-    stopped = False
+    stopped = threading.Event()  # the thread may wait for a reader that never comes
 
     def keep(chunks: Iterable[bytes]) -> None:
-        local_target.write_into(place, chunks, lambda: stopped)
+        local_target.write_into(place, chunks, stopped.is_set)
 
-    try:
-        count, _ = await _into_thread(provider.read_file(sandbox_id, remote), keep)
-    finally:
-        stopped = True
+    count, _ = await _into_thread(provider.read_file(sandbox_id, remote), keep, stopped.set)
     return count
 
 
@@ -323,7 +336,12 @@ async def _download_tree(provider: Provider, sandbox_id: str, remote: str, local
     try:
         chunks = derived.trees_of(provider).read_tree(sandbox_id, remote)
         _, tree = await _into_thread(chunks, keep)
-        await in_thread(lambda: _put_in_place(scratch, local))
+        moving = asyncio.ensure_future(in_thread(lambda: _put_in_place(scratch, local)))
+        try:
+            await asyncio.shield(moving)
+        except asyncio.CancelledError:
+            await _to_its_end(moving)  # moved and removed at once, half of it would be left in place
+            raise
     except tarfile.TarError as error:
         raise SandboxFileError(
             f"{remote}: the sandbox sent a broken archive: {error}",
