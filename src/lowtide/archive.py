@@ -89,10 +89,10 @@ def _merge_entry(name: str, here: int, there: int) -> bool:
         old = None
     if stat.S_ISDIR(mode) and old is not None:
         if not stat.S_ISDIR(old):
-            raise NotADirectoryError(f"{name} is no directory; a directory was to take its place")
+            raise NotADirectoryError(errno.ENOTDIR, "is no directory; a directory was to take its place", name)
         return True
     if old is not None and stat.S_ISDIR(old):
-        raise IsADirectoryError(f"{name} is a directory; a file was to take its place")
+        raise IsADirectoryError(errno.EISDIR, "is a directory; a file was to take its place", name)
     if old is not None and not (stat.S_ISREG(old) or stat.S_ISLNK(old)):
         raise FileExistsError(errno.EEXIST, "is a device, a pipe or a socket, and is not replaced", name)
     os.rename(name, name, src_dir_fd=here, dst_dir_fd=there)

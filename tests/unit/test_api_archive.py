@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import tarfile
@@ -160,6 +161,7 @@ def test_merging_replaces_files_and_follows_no_link(tmp_path: Path) -> None:
     (target / "d" / "x").unlink()
     (target / "d").rmdir()
     (target / "d").symlink_to(elsewhere)
-    with pytest.raises(NotADirectoryError):
+    with pytest.raises(NotADirectoryError) as refused:
         archive.merge(str(source), str(target))
+    assert (refused.value.errno, refused.value.filename) == (errno.ENOTDIR, "d")
     assert list(elsewhere.iterdir()) == []
