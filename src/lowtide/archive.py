@@ -89,7 +89,9 @@ def _merge_entry(name: str, here: int, there: int) -> bool:
         old = None
     if stat.S_ISDIR(mode) and old is not None:
         if not stat.S_ISDIR(old):
-            raise NotADirectoryError(errno.ENOTDIR, "is no directory; a directory was to take its place", name)
+            raise NotADirectoryError(
+                errno.ENOTDIR, "is no directory; a directory was to take its place", name
+            )
         return True
     if old is not None and stat.S_ISDIR(old):
         raise IsADirectoryError(errno.EISDIR, "is a directory; a file was to take its place", name)

@@ -242,3 +242,17 @@ async def test_a_file_that_is_there_already_takes_anothers_place(
         with pytest.raises(SandboxFileNotFoundError):
             await files.replace_file(client, str(real), str(source) + "none")
     assert real.read_bytes() == b"new" * 200_000
+
+
+async def test_a_time_no_calendar_has_hides_no_file(client: Client) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:  # a disk has no such time, memory has
+        odd, plain = Path(place, "odd"), Path(place, "plain")
+        odd.write_text("x")
+        plain.write_text("x")
+        os.utime(odd, (1e12, 1e12))
+        assert (await files.stat(client, str(odd))).modified_at is None
+        found = await files.list_dir(client, place)
+        assert [(entry.name, entry.modified_at is None) for entry in found] == [
+            ("odd", True),
+            ("plain", False),
+        ]
