@@ -761,3 +761,30 @@ async def test_creates_that_come_while_the_spawner_starts_wait_for_its_answer(
     for info in made:
         # The id-mapped /usr: as the machine has it, it would belong to nobody.
         assert (await run(provider, info.sandbox_id, "test", "-O", "/usr/bin"))[0] == 0
+
+
+async def test_the_end_of_input_waits_for_a_terminal_that_is_full(
+    provider: LocalProvider, sandbox: str
+) -> None:
+    script = "while [ ! -e /tmp/go ]; do sleep 0.05; done; exec cat > /dev/null"
+    process = await provider.start_process(
+        sandbox, ProcessSpec(argv=("sh", "-c", script), tty=TerminalSize(columns=80, rows=24))
+    )
+
+    async def ends() -> int:
+        async for _ in process.output():
+            pass
+        return await process.wait()
+
+    ending = asyncio.create_task(ends())
+    for _ in range(10):  # the kernel moves what it has taken, and then takes some more
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(process._stdin, b"\n")  # type: ignore[attr-defined]
+        await asyncio.sleep(0.05)
+    closing = asyncio.create_task(process.close_stdin())
+    assert (await run(provider, sandbox, "touch", "/tmp/go"))[0] == 0
+    async with asyncio.timeout(60):
+        await closing
+        assert await ending == 0
+    await process.aclose()

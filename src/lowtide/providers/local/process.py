@@ -215,7 +215,8 @@ class LocalProcess:
             except BlockingIOError:
                 await self._writable(fd)
             except OSError as error:
-                await self.close_stdin()
+                if not self._tty:
+                    await self.close_stdin()
                 raise BrokenPipeError(errno.EPIPE, "the command's standard input is closed") from error
 
     async def _writable(self, fd: int) -> None:
@@ -238,9 +239,10 @@ class LocalProcess:
         if fd is None:
             return
         if self._tty:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(BrokenPipeError):
                 # End of file, as a person types it: once more after an open line, which the first hands over.
-                os.write(fd, b"\x04\x04" if self._open_line else b"\x04")
+                # It waits as all input does: a terminal that is full takes not even this.
+                await self.write_stdin(b"\x04\x04" if self._open_line else b"\x04")
             return
         self._stdin = None
         os.close(fd)
