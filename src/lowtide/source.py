@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import os
+import select
 import threading
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
@@ -48,7 +49,7 @@ def stdin_of(data: Any) -> AsyncIterable[bytes]:
     """What a command reads: bytes, text, an open file, or an iterable of either."""
     read = getattr(data, "read1", None) or getattr(data, "read", None)
     if callable(read) and not isinstance(data, str | bytes | bytearray):
-        return _from_thread(_reads(read))  # from where the file is now
+        return _from_thread(_reads(data, read))  # from where the file is now
     if isinstance(data, str):
         return blocks(validate.content("stdin", data))
     if not isinstance(data, bytes | bytearray | memoryview | Iterable | AsyncIterable) or isinstance(
@@ -63,9 +64,20 @@ def stdin_of(data: Any) -> AsyncIterable[bytes]:
     return chunks_of(given)
 
 
-def _reads(read: Callable[[int], Any]) -> Iterator[Any]:
-    while block := read(_STDIN_CHUNK):
+def _reads(file: Any, read: Callable[[int], Any]) -> Iterator[Any]:
+    while block := read(_STDIN_CHUNK) or _read_when_ready(file, read):
         yield block
+
+
+def _read_when_ready(file: Any, read: Callable[[int], Any]) -> Any:
+    """Nothing came. That is the end, except of a file that does not block: there it may only be too early."""
+    try:
+        if os.get_blocking(file.fileno()):
+            return None
+        select.select([file], [], [])
+    except (AttributeError, OSError, ValueError):
+        return None  # no descriptor behind it
+    return read(_STDIN_CHUNK)
 
 
 async def blocks(content: bytes) -> AsyncIterator[bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 import warnings
 from collections.abc import AsyncIterable, AsyncIterator, Iterator
@@ -113,3 +114,16 @@ def test_a_loop_that_never_comes_to_it_has_nothing_to_complain_about() -> None:
         home.close()
         gc.collect()
     assert not said
+
+
+async def test_a_file_that_does_not_block_is_read_to_its_end() -> None:
+    for buffering in (0, -1):
+        reading, writing = os.pipe()
+        os.set_blocking(reading, False)
+        with open(reading, "rb", buffering=buffering) as file:
+            whole = asyncio.create_task(joined(source.stdin_of(file)))
+            for part in (b"one ", b"two"):
+                await asyncio.sleep(0.05)  # so that it is asked before there is anything
+                os.write(writing, part)
+            os.close(writing)
+            assert await whole == b"one two"
