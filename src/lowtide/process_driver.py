@@ -245,7 +245,9 @@ class Command:
             reader = readers[which]
             if not self._capture and (limit is None or reader.wanted):
                 reader.put(data)
-                await reader.room()
+                # What others still print is listened to for a set time: a slow reader must not use that up.
+                if not getattr(self._handle, "exited", False) or reader.buffered > MAX_OUTPUT_BYTES:
+                    await reader.room()
                 continue
             # Kept for the result; or for a reader that has not come yet, who is to miss nothing.
             have = sizes[which] if self._capture else reader.buffered

@@ -6,8 +6,10 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -20,6 +22,8 @@ from lowtide import (
     UnsupportedError,
     ValidationError,
 )
+from lowtide.process_driver import Command
+from lowtide.providers.base import ProcessSpec
 from lowtide.stream import StreamReader
 
 
@@ -207,6 +211,27 @@ def test_a_reader_that_falls_behind_makes_the_producer_wait() -> None:
     assert len(progress) < 16
     assert sum(map(len, reader)) == 64 << 20
     producer.join(60)
+
+
+@pytest.mark.parametrize("exited", [False, True])
+async def test_a_slow_reader_uses_up_no_time_in_which_others_still_print(exited: bool) -> None:
+    async def output() -> AsyncIterator[tuple[int, bytes]]:
+        for _ in range(12):
+            yield 1, bytes(1 << 20)
+
+    readers: Any = (StreamReader(text=False), StreamReader(text=False))
+    readers[0].wanted = True
+    command = Command(_nowhere, ProcessSpec(argv=("sh",)), readers=readers, capture=False)
+    command._handle = cast("Any", SimpleNamespace(exited=exited))
+    reading = asyncio.create_task(command._read(output()))
+    await asyncio.wait({reading}, timeout=60 if exited else 0.1)
+    assert (reading.done(), readers[0].buffered == 12 << 20) == (exited, exited)
+    readers[0].close()
+    await reading
+
+
+async def _nowhere() -> Any:
+    raise NotImplementedError
 
 
 def gone(pid: int, seconds: float = 60.0) -> bool:
