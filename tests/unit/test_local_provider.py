@@ -788,3 +788,10 @@ async def test_the_end_of_input_waits_for_a_terminal_that_is_full(
         await closing
         assert await ending == 0
     await process.aclose()
+
+
+async def test_what_is_mounted_in_a_directory_is_named_where_it_is_left_out(
+    provider: LocalProvider, sandbox: str
+) -> None:
+    packed = b"".join([block async for block in provider.read_tree(sandbox, "/dev")])
+    assert b"LOWTIDE.skipped=shm\n" in packed

@@ -48,8 +48,10 @@ class Pack:
             if entry.own >= 0:
                 folders.append(entry.name)
             if elsewhere or (self._one_device and entry.own >= 0 and entry.info.st_dev != device):
+                if not elsewhere:
+                    self._skip(name)  # a mount: this machine's Python, /proc
                 elsewhere += 1 if entry.own >= 0 else 0
-                continue  # a mount: this machine's Python, /proc
+                continue
             self._add(entry, name)
         self._put(tar.END)
         self._flush()
