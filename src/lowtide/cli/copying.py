@@ -8,14 +8,14 @@ import posixpath
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from lowtide import files, source
 from lowtide.cli.addressing import connected, find_sandbox
 from lowtide.cli.progress import bar
 from lowtide.cli.text import clean
 from lowtide.engine import engine
-from lowtide.errors import SandboxFileNotFoundError
+from lowtide.errors import SandboxFileError, SandboxFileNotFoundError
 from lowtide.providers import derived
 from lowtide.providers.base import FileKind
 from lowtide.trees import tar_stream
@@ -98,40 +98,89 @@ def write_tar(box: Sandbox, path: str, name: str, there: FileEntry) -> None:
     """A tar stream on standard output, as `docker cp ID:path -` writes it: everything under the name of `path`."""
     out = sys.stdout.buffer
     if there.kind is not FileKind.DIRECTORY:
-        data = box.read_file(path, max_bytes=None).result()
-        moment = int(there.modified_at.timestamp()) if there.modified_at else 0
-        out.write(tar_stream.header(os.fsencode(name), tar_stream.FILE, there.mode, len(data), moment))
-        out.write(data + tar_stream.padding(len(data)) + tar_stream.END)
+        _write_file(box, path, os.fsencode(name), there, out)
         return
     place, sandbox_id = connected(box)
-    engine().run(_rename(derived.trees_of(place).read_tree(sandbox_id, path), os.fsencode(name), out))
+    tree = derived.trees_of(place).read_tree(sandbox_id, path)
+    moved, shorter = engine().run(_rename(tree, os.fsencode(name), out))
     out.flush()
+    _tell(moved)
+    if shorter:
+        raise _shorter(", ".join(map(clean, shorter)), box)
 
 
-async def _rename(chunks: AsyncIterator[bytes], name: bytes, out: Any) -> None:
+def _write_file(box: Sandbox, path: str, name: bytes, there: FileEntry, out: IO[bytes]) -> None:
+    chunks: Iterable[bytes]
+    if there.kind is FileKind.FILE and there.size:
+        size, chunks = there.size, box.read_file_streaming(path)
+    else:  # a link, or a file that does not say its size
+        data = box.read_file(path).result()
+        size, chunks = len(data), [data]
+    moment = int(there.modified_at.timestamp()) if there.modified_at else 0
+    out.write(tar_stream.header(name, tar_stream.FILE, there.mode, size, moment))
+    left = size
+    for chunk in chunks:
+        out.write(chunk[:left])
+        left -= min(left, len(chunk))
+    if left:
+        raise _shorter(clean(path), box)  # and no end of the archive: nobody takes it for whole
+    out.write(tar_stream.padding(size) + tar_stream.END)
+
+
+def _shorter(names: str, box: Sandbox) -> SandboxFileError:
+    return SandboxFileError(
+        f"became shorter while it was read, and is not whole in the archive: {names}",
+        path=names,
+        sandbox_id=box.sandbox_id,
+        provider=box.provider,
+    )
+
+
+async def _rename(chunks: AsyncIterator[bytes], name: bytes, out: IO[bytes]) -> tuple[Transfer, list[str]]:
+    """What was moved, and the files of which the archive has zeros in the place of what was not there any more."""
     from lowtide.in_thread import in_thread
     from lowtide.stream import StreamReader
 
     stream: StreamReader[bytes] = StreamReader(text=False)
 
-    def work() -> None:
+    def work() -> tuple[Transfer, list[str]]:
         from lowtide.archive import Chunks
 
         reader = tar_stream.Reader(Chunks(stream))
+        skipped: list[str] = []
+        changed: list[str] = []
+        shorter: list[str] = []
+        last: tuple[str, int] | None = None  # the file before, whose mark may follow
         for member in reader:
-            if member.kind in (tar_stream.MARK, tar_stream.OTHER):
+            if member.kind == tar_stream.MARK:
+                if tar_stream.SKIPPED in member.marks:
+                    skipped.append(os.fsdecode(member.marks[tar_stream.SKIPPED]))
+                if tar_stream.READ in member.marks and last is not None:
+                    real = member.marks[tar_stream.READ]
+                    whole_file = real.isdigit() and len(real) < 20 and int(real) >= last[1]
+                    (changed if whole_file else shorter).append(last[0])
                 continue
             inner = member.name.removeprefix(b"./").lstrip(b"/")
+            link, last = member.link, None
+            if member.kind == tar_stream.OTHER or b".." in inner.split(b"/"):
+                skipped.append(os.fsdecode(member.name))
+                continue
+            if member.kind == tar_stream.HARD_LINK:
+                link = name + b"/" + link.removeprefix(b"./").lstrip(b"/")
+                if b".." in link.split(b"/"):
+                    skipped.append(os.fsdecode(member.name))
+                    continue
             whole = name + b"/" + inner if inner else name + b"/"
             size = member.size if member.kind == tar_stream.FILE else 0
-            link = member.link
-            if member.kind == tar_stream.HARD_LINK:
-                link = name + b"/" + link.removeprefix(b"./")
+            if member.kind == tar_stream.FILE:
+                last = (os.fsdecode(inner), size)
             out.write(tar_stream.header(whole, member.kind, member.mode, size, member.mtime, link))
             for block in reader.content():
                 out.write(block)
             out.write(tar_stream.padding(size))
         out.write(tar_stream.END)
+        moved = files.Transfer(files=0, bytes=0, skipped=tuple(skipped), changed=tuple(changed))
+        return moved, shorter
 
     import asyncio
 
@@ -143,7 +192,7 @@ async def _rename(chunks: AsyncIterator[bytes], name: bytes, out: Any) -> None:
             await stream.room()
     finally:
         stream.end()
-    await writing
+    return await writing
 
 
 def _call(box: Sandbox, path: str, work: Callable[..., Any]) -> Any:

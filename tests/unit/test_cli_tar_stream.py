@@ -1,0 +1,29 @@
+"""`lowtide cp ID:/path -`: what the sandbox sends is renamed on its way, and told the truth about."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import AsyncIterator
+
+from lowtide.cli.copying import _rename
+from lowtide.trees import tar_stream as tar
+
+
+async def test_a_file_that_became_shorter_is_named_and_names_that_lead_out_are_left_out() -> None:
+    def file(name: bytes, data: bytes) -> bytes:
+        return tar.header(name, tar.FILE, 0o644, len(data), 0) + data + tar.padding(len(data))
+
+    async def sent() -> AsyncIterator[bytes]:
+        yield file(b"./log", b"x" * 9) + tar.mark(tar.READ, b"9")
+        yield file(b"cut", b"x" + bytes(8)) + tar.mark(tar.READ, b"1") + tar.mark(tar.SKIPPED, b"pipe")
+        yield file(b"../../out", b"x") + tar.header(b"hard", tar.HARD_LINK, 0o644, 0, 0, b"../../out")
+        yield file(b"last", b"x") + tar.END
+
+    out = io.BytesIO()
+    moved, shorter = await _rename(sent(), b"top", out)
+    assert (moved.changed, shorter) == (("log",), ["cut"])
+    assert moved.skipped == ("pipe", "../../out", "hard")
+    out.seek(0)
+    with tarfile.open(fileobj=out) as archive:
+        assert archive.getnames() == ["top/log", "top/cut", "top/last"]
