@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lowtide import archive
+from lowtide.trees import tar_stream, unpack
 
 
 def member(name: str, data: bytes | None = None, **attributes: object) -> tuple[tarfile.TarInfo, bytes]:
@@ -165,3 +166,21 @@ def test_merging_replaces_files_and_follows_no_link(tmp_path: Path) -> None:
         archive.merge(str(source), str(target))
     assert (refused.value.errno, refused.value.filename) == (errno.ENOTDIR, "d")
     assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["skipped", "link"])
+def test_names_without_an_end_fill_no_memory(
+    inside: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(unpack, "_MOST_REMEMBERED", 1 << 20)
+
+    def endless() -> Iterator[bytes]:
+        for number in range(100_000):
+            if kind == "skipped":
+                yield tar_stream.mark(tar_stream.SKIPPED, b"n" * 10_000)
+            else:
+                yield tar_stream.header(b"%d" % number, tar_stream.LINK, 0o777, 0, 0, b"t" * 1000)
+        pytest.fail("it was all taken")
+
+    with pytest.raises(tarfile.ReadError, match="memory"):
+        archive.unpack(endless(), str(inside))

@@ -23,6 +23,9 @@ _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _HOLES_FROM = 1 << 16
 _ZEROS = bytes(1 << 20)
+_MOST_REMEMBERED = (
+    256 << 20
+)  # bytes of names: what was skipped, stripped or changed, and links still to be made
 _MOST_SETTLED = 100_000  # directories whose times and modes are set at the end; more only fill memory
 
 
@@ -128,6 +131,7 @@ class Careful(_Unpack):
         self.stripped: list[str] = []
         self._links: list[tuple[list[bytes], bytes]] = []
         self._last: tuple[list[bytes], int] | None = None
+        self._remembered = 0
 
     def take(self, reader: Reader, member: Member) -> None:
         if member.kind == tar.MARK:
@@ -165,10 +169,11 @@ class Careful(_Unpack):
             self.bytes += member.size
             self._last = (parts, member.size)
             if member.mode & 0o6000:
-                self.stripped.append(os.fsdecode(b"/".join(parts)))
+                self._remember(self.stripped, b"/".join(parts))
         elif kind == tar.HARD_LINK:
             self._hard_link(parts, [part for part in member.link.split(b"/") if part not in (b"", b".")])
         elif kind == tar.LINK and _stays_inside(parts, member.link):
+            self._count(len(member.name) + len(member.link))
             self._links.append((parts, member.link))
         else:
             self._skip(b"/".join(parts))
@@ -194,7 +199,7 @@ class Careful(_Unpack):
         parts, size = self._last
         digits = member.marks[tar.READ]
         real = int(digits) if digits.isdigit() and len(digits) < 20 else 0
-        self.changed.append(os.fsdecode(b"/".join(parts)))
+        self._remember(self.changed, b"/".join(parts))
         self._last = None
         if real < size:
             here = self._enter(parts[:-1])
@@ -212,7 +217,16 @@ class Careful(_Unpack):
             raise _LinkInTheWay from error
 
     def _skip(self, name: bytes) -> None:
-        self.skipped.append(os.fsdecode(name))
+        self._remember(self.skipped, name)
+
+    def _remember(self, names: list[str], name: bytes) -> None:
+        self._count(len(name))
+        names.append(os.fsdecode(name))
+
+    def _count(self, size: int) -> None:
+        self._remembered += size + 100
+        if self._remembered > _MOST_REMEMBERED:
+            raise tar.TarError("it names more that cannot be taken as it is than memory should hold")
 
 
 class Replacing(_Unpack):
