@@ -36,7 +36,7 @@ def chunks_of(data: bytes | Iterable[bytes] | AsyncIterable[bytes]) -> AsyncIter
         try:
             home = asyncio.get_running_loop()
         except RuntimeError:
-            return data  # it belongs to no loop yet, so the engine's will do
+            return _checked(data)  # it belongs to no loop yet, so the engine's will do
         return _from_loop(data, home)
     if isinstance(data, str) or not isinstance(data, Iterable):
         raise ValidationError(
@@ -78,6 +78,11 @@ def _read_when_ready(file: Any, read: Callable[[int], Any]) -> Any:
     except (AttributeError, OSError, ValueError):
         return None  # no descriptor behind it
     return read(_STDIN_CHUNK)
+
+
+async def _checked(data: AsyncIterable[Any]) -> AsyncIterator[bytes]:
+    async for chunk in data:
+        yield validate.content("data", chunk)
 
 
 async def blocks(content: bytes) -> AsyncIterator[bytes]:

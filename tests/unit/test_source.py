@@ -127,3 +127,13 @@ async def test_a_file_that_does_not_block_is_read_to_its_end() -> None:
                 os.write(writing, part)
             os.close(writing)
             assert await whole == b"one two"
+
+
+def test_what_comes_of_an_async_source_is_checked_without_a_loop_too(box: Sandbox) -> None:
+    async def items(*given: object) -> AsyncIterator[object]:
+        for item in given:
+            yield item
+
+    assert box.exec(["cat"], stdin=items("text ", b"bytes")).result(60).stdout == "text bytes"  # type: ignore[arg-type]
+    with pytest.raises(ValidationError):
+        box.write_file_streaming("f", items(1)).result(60)  # type: ignore[arg-type]
