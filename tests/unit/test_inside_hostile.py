@@ -314,3 +314,33 @@ def test_a_program_that_answers_file_calls_with_anything(answer: bytes, call: st
             client.close()
 
     asyncio.run(attempt())
+
+
+@pytest.mark.parametrize("name", [b"../../etc/passwd", b"/etc/passwd", b"..", b""])
+async def test_a_program_that_lists_names_that_lead_out(name: bytes) -> None:
+    with pytest.raises(LowtideError, match="cut short"):
+        await _listed(b"f 1 420 0\0" + name + b"\0\0\0")
+
+
+async def test_a_program_that_lists_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowtide.providers.inside import files
+
+    monkeypatch.setattr(files, "_MOST_LISTED_BYTES", 100)
+    with pytest.raises(LowtideError, match="too much"):
+        await _listed(b"f 1 420 0\0name\0\0" * 10 + b"\0")
+
+
+async def _listed(records: bytes) -> None:
+    from lowtide.providers.inside import files
+
+    said = frames.frame(frames.STARTED, 1) + frames.frame(frames.STDOUT, 1, b"ok\n" + records)
+    said += frames.frame(frames.EXITED, 1, struct.pack("<L", 0))
+
+    async def opener(first: bytes) -> _Liar:
+        return _Liar([_welcome() + _packet(said)])
+
+    client = Client(opener, key=b"k" * 16, provider="test", sandbox_id="x", bound_seconds=0.02)
+    try:
+        await files.list_dir(client, "/x")
+    finally:
+        client.close()

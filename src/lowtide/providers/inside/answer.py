@@ -6,7 +6,7 @@ import struct
 from collections.abc import AsyncIterator
 from typing import Any
 
-from lowtide.errors import SandboxUnavailableError
+from lowtide.errors import SandboxFileError, SandboxUnavailableError
 from lowtide.providers.inside.errors import file_error
 from lowtide.providers.inside.process import InsideProcess
 
@@ -73,4 +73,12 @@ class Answer:
         words = said[:400].decode("utf-8", "replace").strip()
         return SandboxUnavailableError(
             f"{self._path}: the file call was cut short{': ' + words if words else ''}", **self._context
+        )
+
+    def too_much(self, most: int) -> SandboxFileError:
+        return SandboxFileError(
+            f"{self._path} holds too much to be listed in memory (more than {most >> 20} MiB of names); exec a command "
+            "that looks for what you want",
+            path=self._path,
+            **self._context,
         )

@@ -18,6 +18,7 @@ from lowtide.providers.inside.client import Client
 from lowtide.providers.inside.process import InsideProcess
 
 _CHUNK = 256 * 1024  # what inside.c takes at most
+_MOST_LISTED_BYTES = 32 << 20  # what list_dir takes into memory
 _KINDS = {"f": FileKind.FILE, "d": FileKind.DIRECTORY, "l": FileKind.SYMLINK}
 
 
@@ -95,6 +96,8 @@ async def list_dir(client: Client, path: str) -> Sequence[FileEntry]:
         raise answer.cut_short()
     entries = []
     for at in range(0, len(fields) - 2, 3):
+        if b"/" in fields[at + 1] or fields[at + 1] in (b"", b".", b".."):
+            raise answer.cut_short(fields[at + 1])  # joined to a directory here, it would lead out of it
         name = fields[at + 1].decode("utf-8", "surrogateescape")
         entries.append(_entry(answer, fields[at], name, posixpath.join(path, name), fields[at + 2]))
     return sorted(entries, key=lambda entry: entry.name)
@@ -146,9 +149,12 @@ async def _send(process: InsideProcess, chunks: AsyncIterable[bytes]) -> int:
 
 
 async def _fields(answer: Answer) -> list[bytes]:
-    pieces = []
+    pieces, size = [], 0
     while more := await answer.piece():
         pieces.append(more)
+        size += len(more)
+        if size > _MOST_LISTED_BYTES:
+            raise answer.too_much(_MOST_LISTED_BYTES)
     return b"".join(pieces).split(b"\0")
 
 
