@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import io
 import os
 import re
@@ -20,6 +21,7 @@ import pytest
 
 from lowtide.errors import (
     SandboxFailedError,
+    SandboxFileError,
     SandboxFileNotFoundError,
     SandboxGone,
     SandboxIsADirectoryError,
@@ -795,3 +797,12 @@ async def test_what_is_mounted_in_a_directory_is_named_where_it_is_left_out(
 ) -> None:
     packed = b"".join([block async for block in provider.read_tree(sandbox, "/dev")])
     assert b"LOWTIDE.skipped=shm\n" in packed
+
+
+async def test_a_directory_is_removed_by_its_own_name_only(provider: LocalProvider, sandbox: str) -> None:
+    await provider.make_dir(sandbox, "/tmp/a/b")
+    for path in ("/tmp/a/.", "/tmp/a/b/.."):
+        with pytest.raises(SandboxFileError) as refused:
+            await provider.remove(sandbox, path, recursive=True)
+        assert refused.value.errno == errno.EINVAL
+    assert (await provider.stat(sandbox, "/tmp/a/b")).kind is FileKind.DIRECTORY

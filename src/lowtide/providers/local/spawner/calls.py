@@ -126,6 +126,8 @@ def call_make_dir(message: Message, fds: Fds) -> None:
 def call_remove(message: Message, fds: Fds) -> None:
     path = message["path"].rstrip("/") or "/"
     mode = os.lstat(path).st_mode
+    if os.path.basename(path) in (".", ".."):
+        raise OSError(errno.EINVAL, "not what it is called in its directory: give that path")
     if not stat.S_ISDIR(mode):
         os.unlink(path)
     elif not message["recursive"]:
