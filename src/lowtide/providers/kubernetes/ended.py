@@ -7,7 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 from lowtide import errors
-from lowtide.providers.base import ProcessHandle, TerminalSize
+from lowtide.providers.base import TerminalSize
+from lowtide.providers.inside import InsideProcess
 from lowtide.providers.kubernetes import pod as objects
 from lowtide.providers.kubernetes import status
 from lowtide.providers.kubernetes.client import Api, Json
@@ -82,9 +83,17 @@ async def _last_event(api: Api, namespace: str, name: str) -> Json | None:
 class PodProcess:
     """A command whose end together with its sandbox is no exit code of its own: the pod is asked."""
 
-    def __init__(self, process: ProcessHandle, explain: Explain) -> None:
+    def __init__(self, process: InsideProcess, explain: Explain) -> None:
         self._process, self._explain = process, explain
         self._signalled = False
+
+    @property
+    def exited(self) -> bool:
+        return self._process.exited
+
+    @property
+    def streams_open(self) -> bool:
+        return self._process.streams_open
 
     async def output(self) -> AsyncIterator[tuple[int, bytes]]:
         async for chunk in self._process.output():
