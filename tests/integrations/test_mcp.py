@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import json
@@ -15,6 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +26,9 @@ from tests.crash.stalls import Stalls
 mcp = pytest.importorskip("mcp")
 
 from lowtide import Sandbox  # noqa: E402
-from lowtide.integrations.mcp.connection import Bounds  # noqa: E402
+from lowtide.errors import ValidationError  # noqa: E402
+from lowtide.integrations.mcp.answers import bundles, sendable  # noqa: E402
+from lowtide.integrations.mcp.connection import Bounds, Connection  # noqa: E402
 from lowtide.integrations.mcp.server import one_connection  # noqa: E402
 
 NINE = {
@@ -138,6 +142,46 @@ async def test_output_beyond_the_bound_is_cut_in_the_middle_and_counted() -> Non
             client, "run_command", command=r"printf '\377\000\033[2J\351'; printf '\200' >&2"
         )
         assert (hostile["stdout"], hostile["stderr"]) == ("\ufffd\0\x1b[2J\ufffd", "\ufffd")
+
+
+async def test_a_name_that_is_no_text_does_not_take_the_rest_of_its_directory_with_it() -> None:
+    async with connected() as client:
+        await call(client, "run_command", command=r"mkdir /tmp/n; cd /tmp/n; touch good $'bad\xff'")
+        listed = await call(client, "file_list", path="/tmp/n")
+        assert [one["name"] for one in listed["entries"]] == [r"bad\udcff", "good"]
+
+
+async def test_a_file_without_an_end_is_given_up_when_its_time_is_over() -> None:
+    async with connected(timeout_seconds=2) as client:
+        await call(client, "run_command", command="truncate -s 1T /tmp/endless")
+        assert "within 2 seconds" in await refused(client, "file_read", path="/tmp/endless", offset=10**12)
+        assert (await call(client, "file_read", path="/tmp/endless", max_bytes=1))["content"] == "\0"
+
+
+def test_values_are_bounded_by_their_number_and_their_kinds_too() -> None:
+    kept, dropped = bundles(({"text/plain": ""},) * 100_000 + ({"k" * 5000: "v"}, {"\ud800": "last"}), 1000)
+    assert len(kept) < 100
+    assert len("".join(dropped)) < 50_000
+    assert dropped[-1] == f"and {100_002 - len(kept) - 100} more"
+    json.dumps(sendable(bundles(({"\ud800": "\ud800"},), 1000)[0]), ensure_ascii=False).encode()
+
+
+async def test_a_sandbox_that_is_slow_to_start_counts_and_holds_up_nobody_else() -> None:
+    connection = Connection({"provider": "local"}, Bounds(sandboxes=2))
+    name, _ = await connection.sandbox(None)
+    real, forever = connection._session, asyncio.Event()
+    connection._session = SimpleNamespace(sandbox=lambda: forever.wait())  # type: ignore[assignment]
+    slow = asyncio.create_task(connection.create({}))
+    await asyncio.sleep(0)
+    try:
+        async with asyncio.timeout(10):
+            assert (await connection.sandbox(None))[0] == name
+            with pytest.raises(ValidationError, match="has 2 sandboxes"):
+                await connection.create({})
+    finally:
+        slow.cancel()
+        connection._session = real
+        await connection.close()
 
 
 async def test_a_command_out_of_time_answers_with_what_it_printed_and_told_of_its_progress() -> None:

@@ -5,8 +5,13 @@ Without slots: `mcp` takes a slot's descriptor for its default value.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
+
+_BUNDLE_BYTES = 16
+_KIND_SHOWN = 100
+_DROPPED_SHOWN = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +128,21 @@ def cut(data: bytes, most: int) -> tuple[str, int]:
     return f"{before}\n[… {dropped} bytes left out …]\n{after}", dropped
 
 
+def sendable(value: Any) -> Any:
+    """The same answer with what no UTF-8 can say spelled out: a file's name is bytes, and one of them fails the whole answer."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, list):
+        return [sendable(one) for one in value]
+    if isinstance(value, dict):
+        return {sendable(key): sendable(one) for key, one in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(
+            value, **{one.name: sendable(getattr(value, one.name)) for one in dataclasses.fields(value)}
+        )
+    return value
+
+
 def bundles(results: tuple[Any, ...], most: int) -> tuple[list[dict[str, str]], list[str]]:
     """Each value's text and image, as long as all of them together stay under `most` bytes; and what was left out."""
     kept: list[dict[str, str]] = []
@@ -133,10 +153,14 @@ def bundles(results: tuple[Any, ...], most: int) -> tuple[list[dict[str, str]], 
         for kind, value in bundle.items():
             text = value if isinstance(value, str) else repr(value)
             size = len(text.encode("utf-8", "replace"))
-            if size <= left:
+            cost = size + len(str(kind).encode("utf-8", "replace")) + _BUNDLE_BYTES  # a million empty ones, too
+            if cost <= left:
                 one[str(kind)] = text
-                left -= size
+                left -= cost
             else:
-                dropped.append(f"{kind} ({size} bytes)")
-        kept.append(one)
+                dropped.append(f"{str(kind)[:_KIND_SHOWN]} ({size} bytes)")
+        if one:
+            kept.append(one)
+    if (more := len(dropped) - _DROPPED_SHOWN) > 0:
+        dropped[_DROPPED_SHOWN:] = [f"and {more} more"]
     return kept, dropped

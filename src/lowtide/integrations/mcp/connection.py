@@ -39,7 +39,8 @@ class Connection:
     _session: Session = field(init=False)
     _made: dict[str, Sandbox] = field(default_factory=dict)
     _implicit: Sandbox | None = None
-    _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _starting: int = 0
+    _implicit_starting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         self._session = Session(dict(self.defaults))
@@ -54,7 +55,7 @@ class Connection:
                     argument="sandbox",
                 )
             return named, found
-        async with self._starting:
+        async with self._implicit_starting:
             if self._implicit is None:
                 self._implicit = (await self._create({}))[1]
             implicit = self._implicit
@@ -62,8 +63,7 @@ class Connection:
         return implicit.sandbox_id, implicit
 
     async def create(self, options: Mapping[str, Any]) -> tuple[str, Sandbox]:
-        async with self._starting:
-            return await self._create(options)
+        return await self._create(options)
 
     async def end(self, named: str | None) -> tuple[str, Any]:
         """End one of them; without a name the implicit one, which is made anew when it is needed again."""
@@ -92,13 +92,17 @@ class Connection:
             log.warning("at the end of a connection: %s", error)
 
     async def _create(self, options: Mapping[str, Any]) -> tuple[str, Sandbox]:
-        if len(self._made) >= self.bounds.sandboxes:
+        if (have := len(self._made) + self._starting) >= self.bounds.sandboxes:
             raise ValidationError(
-                f"this connection has {len(self._made)} sandboxes, and more are not allowed: end one with sandbox_end",
+                f"this connection has {have} sandboxes, and more are not allowed: end one with sandbox_end",
                 argument="sandbox",
             )
-        sandbox = self._session.sandbox(**options)
-        await sandbox
+        self._starting += 1
+        try:
+            sandbox = self._session.sandbox(**options)
+            await sandbox
+        finally:
+            self._starting -= 1
         name = sandbox.sandbox_id
         if name is None:
             raise SandboxGone("it was ended while it started", provider=sandbox.provider)

@@ -174,7 +174,7 @@ def add_tools(server: MCPServer[Any], connection_of: Callable[[Context[Any, Any]
         connection = connection_of(ctx)
         most = min(max_bytes or connection.bounds.output_bytes, connection.bounds.collected_bytes)
         name, box = await connection.sandbox(sandbox)
-        async with _forgetting(connection, box):
+        async with _forgetting(connection, box), _in_time(connection):
             part, size = await _part(box, path, offset, most)
         content, encoding, used = _text(part, ends_here=offset + len(part) >= size)
         return answers.FileAnswer(
@@ -206,7 +206,7 @@ def add_tools(server: MCPServer[Any], connection_of: Callable[[Context[Any, Any]
         data = _bytes(content, encoding)
         connection = connection_of(ctx)
         name, box = await connection.sandbox(sandbox)
-        async with _forgetting(connection, box):
+        async with _forgetting(connection, box), _in_time(connection):
             await box.write_file(path, data, mode=0o755 if executable else None)
         return answers.WriteAnswer(path=path, bytes_written=len(data), sandbox=name)
 
@@ -217,7 +217,7 @@ def add_tools(server: MCPServer[Any], connection_of: Callable[[Context[Any, Any]
         """What a directory holds, sorted by name."""
         connection = connection_of(ctx)
         name, box = await connection.sandbox(sandbox)
-        async with _forgetting(connection, box):
+        async with _forgetting(connection, box), _in_time(connection):
             found = await box.list_dir(path)
         shown = [
             answers.Entry(name=one.name, kind=str(one.kind.value), size=one.size)
@@ -234,7 +234,7 @@ def add_tools(server: MCPServer[Any], connection_of: Callable[[Context[Any, Any]
         """The address under which a server that listens on this port of the sandbox is reached from outside."""
         connection = connection_of(ctx)
         name, box = await connection.sandbox(sandbox)
-        async with _forgetting(connection, box):
+        async with _forgetting(connection, box), _in_time(connection):
             at = await box.url(port)
         return answers.UrlAnswer(url=at.url, headers=dict(at.headers), sandbox=name)
 
@@ -245,9 +245,10 @@ def _told(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
     @wraps(call)
     async def told(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return await call(*args, **kwargs)
+            answer: T = answers.sendable(await call(*args, **kwargs))
         except LowtideError as error:
-            raise ToolError(f"{type(error).__name__}: {error}") from error
+            raise ToolError(answers.sendable(f"{type(error).__name__}: {error}")) from error
+        return answer
 
     return told
 
@@ -259,9 +260,18 @@ async def _forgetting(connection: Connection, box: Sandbox) -> Any:
         yield
     except SandboxGone as error:
         connection.forget(box)
-        raise ToolError(
-            f"SandboxGone: {error}. Its files are lost; a call that names no sandbox gets a new one"
-        ) from error
+        said = f"SandboxGone: {error}. Its files are lost; a call that names no sandbox gets a new one"
+        raise ToolError(answers.sendable(said)) from error
+
+
+@contextlib.asynccontextmanager
+async def _in_time(connection: Connection) -> Any:
+    """What has no time limit of its own: a file may be of any size, and a sandbox may make it so."""
+    limit = _limit(connection, None)
+    with anyio.move_on_after(limit) as scope:
+        yield
+    if scope.cancelled_caught:
+        raise ToolError(f"CommandTimeoutError: not done within {limit:g} seconds")
 
 
 @contextlib.asynccontextmanager
