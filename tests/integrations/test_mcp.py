@@ -28,7 +28,9 @@ mcp = pytest.importorskip("mcp")
 from lowtide import Sandbox  # noqa: E402
 from lowtide.errors import ValidationError  # noqa: E402
 from lowtide.integrations.mcp.answers import bundles, sendable  # noqa: E402
+from lowtide.integrations.mcp.client_config import own_token  # noqa: E402
 from lowtide.integrations.mcp.connection import Bounds, Connection  # noqa: E402
+from lowtide.integrations.mcp.http import Clients  # noqa: E402
 from lowtide.integrations.mcp.server import one_connection  # noqa: E402
 
 NINE = {
@@ -448,6 +450,79 @@ def test_over_http_nothing_is_told_without_the_token_or_to_another_host(home: Pa
                 urllib.request.urlopen(urllib.request.Request(url, body, {**more, **headers}), timeout=30)
             assert refusal.value.code == status, headers
             assert token not in refusal.value.read().decode()
+
+
+async def asked(clients: Clients, method: str = "POST", **headers: str) -> int:
+    """The status of one request."""
+    statuses: list[int] = []
+
+    async def send(message: Any) -> None:
+        statuses.extend([message["status"]] if "status" in message else [])
+
+    said = {"authorization": "Bearer t", **headers}
+    lines = [(name.replace("_", "-").encode(), value.encode()) for name, value in said.items()]
+    await clients({"type": "http", "path": "/mcp", "method": method, "headers": lines}, None, send)  # type: ignore[arg-type]
+    return statuses[0]
+
+
+def behind() -> Clients:
+    """Clients of a server that opens the session "given" for whoever has none, and says yes to everything."""
+
+    async def yes(scope: Any, receive: Any, send: Any) -> None:
+        opened = [] if "mcp-session-id" in str(scope["headers"]) else [(b"mcp-session-id", b"given")]
+        await send({"type": "http.response.start", "status": 200, "headers": opened})
+
+    clients = Clients({"provider": "local"}, Bounds(), token="t", idle_seconds=100)
+    clients._app = yes  # type: ignore[assignment]
+    return clients
+
+
+async def test_over_http_a_session_that_was_guessed_or_has_ended_is_not_found() -> None:
+    clients = behind()
+    assert await asked(clients, mcp_session_id="given") == 404
+    assert await asked(clients) == 200
+    assert await asked(clients, mcp_session_id="given") == 200
+    for version in ("2025-06-18", "2026-07-28"):
+        assert await asked(clients, mcp_session_id="guessed", mcp_protocol_version=version) == 404
+    await clients._end("given")
+    # Not a new sandbox without a word: the client would take its files for lost, or for still there.
+    assert await asked(clients, mcp_session_id="given", mcp_protocol_version="2026-07-28") == 404
+    assert not clients._clients
+
+
+async def test_over_http_what_is_no_stream_of_a_session_does_not_shorten_anybodys_patience() -> None:
+    clients = behind()
+    await asked(clients, "GET", mcp_protocol_version="2026-07-28")
+    assert not clients._clients[""].had_stream
+    await asked(clients)
+    await asked(clients, "GET", mcp_session_id="given")
+    assert clients._clients["given"].had_stream
+
+
+async def test_over_http_an_end_that_takes_long_does_not_keep_the_others_alive() -> None:
+    clients, ended = behind(), asyncio.Event()
+
+    async def end() -> None:
+        ended.set()
+
+    for name, close in (("stuck", asyncio.Event().wait), ("other", end)):
+        clients._clients[name] = SimpleNamespace(gone=lambda _: True, connection=SimpleNamespace(close=close))  # type: ignore[assignment]
+    looking = asyncio.create_task(clients._look())
+    try:
+        await asyncio.wait_for(ended.wait(), 30)
+    finally:
+        for task in (looking, *clients._ending):
+            task.cancel()
+
+
+@pytest.mark.parametrize("said", ["", " \n"])
+def test_an_empty_token_lets_nobody_in(home: Path, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWTIDE_HOME", str(home))
+    (home / "mcp-token").write_text(said)
+    with pytest.raises(ValidationError, match="mcp-token is empty"):
+        own_token()
+    monkeypatch.setenv("LOWTIDE_MCP_TOKEN", "secret\n")
+    assert own_token()[0] == "secret"
 
 
 def test_print_config_is_what_clients_take(home: Path) -> None:

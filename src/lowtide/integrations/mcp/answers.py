@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-_BUNDLE_BYTES = 16
+_BUNDLE_BYTES = 16  # what a value takes up besides its text: there may be a million empty ones
 _KIND_SHOWN = 100
 _DROPPED_SHOWN = 100
 
@@ -153,7 +153,7 @@ def bundles(results: tuple[Any, ...], most: int) -> tuple[list[dict[str, str]], 
         for kind, value in bundle.items():
             text = value if isinstance(value, str) else repr(value)
             size = len(text.encode("utf-8", "replace"))
-            cost = size + len(str(kind).encode("utf-8", "replace")) + _BUNDLE_BYTES  # a million empty ones, too
+            cost = size + len(str(kind).encode("utf-8", "replace")) + _BUNDLE_BYTES
             if cost <= left:
                 one[str(kind)] = text
                 left -= cost

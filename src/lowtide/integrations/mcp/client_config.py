@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lowtide.errors import ValidationError
 from lowtide.machine import home
 
 TOKEN_VARIABLE = "LOWTIDE_MCP_TOKEN"  # noqa: S105 - a name
@@ -54,7 +55,7 @@ def own_token() -> tuple[str, str]:
     """The token and where it is from: the environment, or a private file that is made once and stays."""
     given = os.environ.get(TOKEN_VARIABLE)
     if given:
-        return given, TOKEN_VARIABLE
+        return _said(given, TOKEN_VARIABLE), TOKEN_VARIABLE
     path = Path(home()) / "mcp-token"
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     fresh = path.with_name(f".mcp-token-{os.getpid()}")
@@ -65,7 +66,14 @@ def own_token() -> tuple[str, str]:
             os.link(fresh, path)
     finally:
         fresh.unlink()
-    return path.read_text().strip(), str(path)
+    return _said(path.read_text(), str(path)), str(path)
+
+
+def _said(token: str, source: str) -> str:
+    """Without the newline that a file or a secret's store adds. An empty one would let everybody in."""
+    if not (token := token.strip()) or not token.isascii():
+        raise ValidationError(f"the token of {source} is empty, or not ASCII: remove it, or set another")
+    return token
 
 
 def _json(value: object) -> str:

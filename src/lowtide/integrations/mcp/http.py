@@ -19,6 +19,7 @@ from typing import Any
 import uvicorn
 from mcp.server.mcpserver import Context, MCPServer
 
+from lowtide.errors import SessionClosedError
 from lowtide.integrations.mcp.connection import Bounds, Connection
 from lowtide.integrations.mcp.server import make_server
 
@@ -30,11 +31,14 @@ Send = Callable[[Message], Awaitable[None]]
 log = logging.getLogger("lowtide.mcp")
 
 SESSION_HEADER = b"mcp-session-id"
+VERSION_HEADER = b"mcp-protocol-version"
 SESSIONLESS = ""
 """The connection of clients whose protocol (2026-07-28) has no sessions: they share one."""
 RECONNECT_SECONDS = 10.0
 """How long a client whose event stream broke off has to come back."""
 _LOOK_SECONDS = 0.5
+_SESSIONS = 256
+"""At once: each may have --max-sandboxes."""
 
 
 @dataclass(slots=True)
@@ -60,50 +64,70 @@ class Clients:
         self._defaults, self._bounds, self._idle_seconds = defaults, bounds, idle_seconds
         self._token = token.encode()
         self._clients: dict[str, _Client] = {}
+        self._ending: set[asyncio.Task[None]] = set()
         self._server = make_server(self._connection_of, self._life)
-        self._app = self._server.streamable_http_app(session_idle_timeout=idle_seconds)
+        self._app = self._server.streamable_http_app(
+            session_idle_timeout=idle_seconds, max_sessions=_SESSIONS
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
+        # Of two with one name the first counts, as for the server itself.
+        headers = dict(reversed(scope["headers"]))
         if not self._is_allowed(headers.get(b"authorization", b"")):
             await _refuse(send)
             return
-        if scope.get("path") != "/mcp":
-            await self._app(scope, receive, send)
-            return
         name = headers.get(SESSION_HEADER, b"").decode("latin-1")
+        if scope.get("path") != "/mcp" or (not name and VERSION_HEADER not in headers):
+            await self._app(scope, receive, self._opening(send))
+            return
+        client = self._clients.get(name) if name else self._sessionless()
+        if client is None:  # guessed, or ended: what it had is gone, and the client has to hear of that
+            await _not_found(send)
+            return
         status = 0
 
         async def watch(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                client.had_stream |= bool(name) and scope["method"] == "GET" and status < 400
             await send(message)
 
-        known = name in self._clients
-        client = self._client(name)
         client.open_requests += 1
-        client.had_stream |= scope["method"] == "GET"
         try:
             await self._app(scope, receive, watch)
         finally:
             client.open_requests -= 1
             client.quiet_since = time.monotonic()
-            if status == 404 and not known:  # a session that the server does not know
-                self._clients.pop(name, None)
-        if scope["method"] == "DELETE" and status < 400:
+        if name and (status == 404 or (scope["method"] == "DELETE" and status < 400)):
             await self._end(name)
 
-    def _connection_of(self, ctx: Context[Any, Any]) -> Connection:
-        return self._client((ctx.headers or {}).get(SESSION_HEADER.decode(), SESSIONLESS)).connection
+    def _opening(self, send: Send) -> Send:
+        """Sends, and takes note of the session that the server opens with its answer."""
 
-    def _client(self, name: str) -> _Client:
-        if name not in self._clients:
-            self._clients[name] = _Client(Connection(self._defaults, self._bounds))
-        return self._clients[name]
+        async def watch(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] < 400:
+                name = dict(message["headers"]).get(SESSION_HEADER, b"").decode("latin-1")
+                if name:
+                    self._clients[name] = _Client(Connection(self._defaults, self._bounds))
+            await send(message)
+
+        return watch
+
+    def _sessionless(self) -> _Client:
+        if SESSIONLESS not in self._clients:
+            self._clients[SESSIONLESS] = _Client(Connection(self._defaults, self._bounds))
+        return self._clients[SESSIONLESS]
+
+    def _connection_of(self, ctx: Context[Any, Any]) -> Connection:
+        name = (ctx.headers or {}).get(SESSION_HEADER.decode(), SESSIONLESS)
+        client = self._clients.get(name) if name else self._sessionless()
+        if client is None:
+            raise SessionClosedError("this session has ended, and its sandboxes with it")
+        return client.connection
 
     def _is_allowed(self, said: bytes) -> bool:
         kind, _, token = said.partition(b" ")
@@ -116,7 +140,8 @@ class Clients:
             yield
         finally:
             looking.cancel()
-            await asyncio.gather(*(self._end(name) for name in list(self._clients)), return_exceptions=True)
+            every = [self._end(name) for name in list(self._clients)]
+            await asyncio.gather(*every, *self._ending, return_exceptions=True)
 
     async def _look(self) -> None:
         """End the connections of those that have gone."""
@@ -124,15 +149,23 @@ class Clients:
             await asyncio.sleep(_LOOK_SECONDS)
             for name in [name for name, one in self._clients.items() if one.gone(self._idle_seconds)]:
                 log.info("a client has gone; its sandboxes end")
-                try:
-                    await self._end(name)
-                except Exception:  # whatever it is, the others' ends must go on being looked after
-                    log.exception("at the end of a connection")
+                # Each by itself: one that takes long must not keep the others' alive. Forgotten at once, so that
+                # nobody comes back to it meanwhile.
+                ending = asyncio.create_task(_close(self._clients.pop(name)))
+                self._ending.add(ending)
+                ending.add_done_callback(self._ending.discard)
 
     async def _end(self, name: str) -> None:
         client = self._clients.pop(name, None)
         if client is not None:
-            await client.connection.close()
+            await _close(client)
+
+
+async def _close(client: _Client) -> None:
+    try:
+        await client.connection.close()
+    except Exception:
+        log.exception("at the end of a connection")
 
 
 def serve_http(
@@ -157,6 +190,19 @@ def serve_http(
 
 async def _refuse(send: Send) -> None:
     body = b'{"error": "the Authorization header must be: Bearer TOKEN; lowtide mcp --print-config shows it"}'
-    headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
-    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    await _answer(send, 401, body, (b"www-authenticate", b"Bearer"))
+
+
+async def _not_found(send: Send) -> None:
+    """As the server says it: a client that hears this begins a new session."""
+    await _answer(
+        send,
+        404,
+        b'{"jsonrpc": "2.0", "id": null, "error": {"code": -32600, "message": "Session not found"}}',
+    )
+
+
+async def _answer(send: Send, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
+    kind = (b"content-type", b"application/json")
+    await send({"type": "http.response.start", "status": status, "headers": [kind, *headers]})
     await send({"type": "http.response.body", "body": body})
