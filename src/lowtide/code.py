@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 _PYTHON = ("python", "py")
 _SAID_BYTES = 2000
+# Both are held to inside the sandbox, too; but code that runs there can stop, or speak for, what holds to them.
+_ANSWER_BYTES = 256 << 20
+_LATE_SECONDS = 30.0
+"""How much later than its time limit the answer that it is over may come."""
 
 
 class CodeRunner:
@@ -79,14 +83,28 @@ class CodeRunner:
             if self._handle is None:
                 await self._start()
             handle = self._handle
+            reading = self._reading
             assert handle is not None
+            assert reading is not None
             number = next(self._numbers)
             answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
             self._waiting[number] = answer
             with contextlib.suppress(BrokenPipeError):  # it has ended: the answer says so
                 await handle.write_stdin(json.dumps({"id": number, **request}).encode() + b"\n")
+        limit: float | None = request["timeout"]
         try:
-            return await answer
+            async with asyncio.timeout(None if limit is None else limit + _LATE_SECONDS) as over:
+                return await answer
+        except TimeoutError as error:
+            if not over.expired():
+                raise
+            with contextlib.suppress(LowtideError, OSError):
+                await handle.terminate(0.0)
+                await asyncio.wait([reading], timeout=_LATE_SECONDS)  # then the next code starts a new one
+            raise CommandTimeoutError(
+                f"the code was given up after {limit:g} seconds, and its interpreter ended: it did not answer",
+                **self._life.context,
+            ) from error
         finally:
             self._waiting.pop(number, None)
 
@@ -104,20 +122,25 @@ class CodeRunner:
         self._reading = asyncio.get_running_loop().create_task(self._read(self._handle))
 
     async def _read(self, handle: ProcessHandle) -> None:
-        held = b""
+        held = bytearray()
         code: int | None = None
         try:
             async for stream, data in handle.output():
                 if stream != STDOUT:
                     self._said = (self._said + data)[-_SAID_BYTES:]
                     continue
-                held += data
-                *lines, held = held.split(b"\n")
-                for line in lines:
-                    answer = json.loads(line)
+                *ends, rest = data.split(b"\n")
+                for end in ends:
+                    answer = json.loads(held + end)
+                    held.clear()
                     waiting = self._waiting.get(answer["id"])
                     if waiting is not None and not waiting.done():
                         waiting.set_result(answer)
+                held += rest
+                if len(held) > _ANSWER_BYTES:
+                    self._said = b"an answer over %d bytes" % _ANSWER_BYTES
+                    await handle.terminate(0.0)
+                    break
             code = await handle.wait()
         finally:
             self._handle = None

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from lowtide import Sandbox
-from lowtide.errors import CommandTimeoutError, UnsupportedError
+from lowtide import code as code_module
+from lowtide.errors import CommandTimeoutError, SandboxUnavailableError, UnsupportedError
 from lowtide.providers.base import CodeResult
 from tests.container_engine import IMAGE, needs_docker
 
@@ -63,6 +64,33 @@ def test_rich_results(box: Sandbox, plain: Sandbox) -> None:
 def test_what_child_processes_print_is_there(plain: Sandbox) -> None:
     ran = plain.run_code("import subprocess; subprocess.run(['echo', 'child']); None").result(SECONDS)
     assert ran.stdout == "child\n"
+
+
+HOLDER = """
+import glob, os, signal
+[holder] = [int(path.split('/')[2]) for path in glob.glob('/proc/[0-9]*/cmdline')
+            if open(path, 'rb').read().endswith(b'\\0interpret\\0')]
+"""
+
+
+def test_code_that_stops_what_holds_its_time_limit_is_given_up_all_the_same(
+    plain: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code_module, "_LATE_SECONDS", 1.0)
+    plain.run_code(HOLDER).result(SECONDS)  # started, so that the time limit is for the code alone
+    with pytest.raises(CommandTimeoutError, match="did not answer"):
+        plain.run_code("os.kill(holder, signal.SIGSTOP)", timeout_seconds=5).result(SECONDS)
+    assert plain.run_code("1 + 1").result(SECONDS).results[0]["text/plain"] == "2"
+
+
+def test_code_that_speaks_for_its_interpreter_without_end_is_cut_off(
+    plain: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code_module, "_ANSWER_BYTES", 1 << 20)
+    flood = "with open(f'/proc/{holder}/fd/1', 'wb') as out:\n    while True: out.write(b'x' * 65536)"
+    with pytest.raises(SandboxUnavailableError, match="an answer over 1048576 bytes"):
+        plain.run_code(f"{HOLDER}\n{flood}").result(30)
+    assert plain.run_code("1 + 1").result(SECONDS).results[0]["text/plain"] == "2"
 
 
 def test_a_timeout_interrupts_and_keeps_the_state(plain: Sandbox) -> None:
