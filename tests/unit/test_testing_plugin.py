@@ -46,6 +46,23 @@ def test_a_sandbox_left_at_the_end_fails_the_run_and_names_the_test(run_pytest, 
     assert "made during test_it.py::test_forgets_one" in done.stdout
 
 
+def test_a_session_made_in_the_first_instant_of_a_test_is_that_tests(run_pytest) -> None:  # type: ignore[no-untyped-def]
+    done = run_pytest(
+        """
+import pytest
+from lowtide import Sandbox, Session
+held = []
+def test_warm():
+    Sandbox.run(provider="local").stop().result(60)
+@pytest.mark.parametrize("number", range(6))
+def test_forgets(number):
+    held.append(Session(provider="local"))
+    held[-1].sandbox().start().result(60)
+"""
+    )
+    assert "7 passed, 6 errors" in done.stdout, done.stdout
+
+
 def test_only_the_run_fails_where_that_is_said(run_pytest) -> None:  # type: ignore[no-untyped-def]
     done = run_pytest(LEAKS, ini="lowtide_leaks = run")
     assert done.returncode == 1, done.stdout

@@ -144,12 +144,12 @@ def pytest_fixture_setup(
     """What a fixture of a wider scope makes is not its first test's."""
     if fixturedef.scope == "function":
         return (yield)
-    before, began = set(_held()), time.time()
+    before, began = set(_held()), _new_millisecond()
     try:
         return (yield)
     finally:
         request.config.stash[_wider] |= set(_held()) - before
-        request.config.stash[_set_ups].append((began, time.time()))
+        request.config.stash[_set_ups].append((began, _new_millisecond()))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -178,7 +178,9 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    item.config.stash[_starts].append((time.time(), item.nodeid))
+    item.config.stash[_starts].append((_new_millisecond(), item.nodeid))
+    if _failure in item.stash:  # of the same test's run before this one
+        del item.stash[_failure]
 
 
 @pytest.hookimpl(trylast=True)
@@ -265,13 +267,24 @@ def _left_by_test(config: pytest.Config) -> dict[str, str]:
             if lease_id in wider or lease.created_at < started_at or held.over:
                 continue
             made_at = None if lease.session is None else _made_at(lease.session)
-            if made_at is not None and any(begin - 0.001 <= made_at <= end for begin, end in set_ups):
+            if made_at is not None and any(begin <= made_at < end for begin, end in set_ups):
                 continue
             waiting |= held.ending is not None
             left[lease_id] = f"{lease.sandbox_id or lease_id} ({lease.provider})"
         if not waiting or time.monotonic() > deadline:
             return left
         time.sleep(0.02)
+
+
+def _new_millisecond() -> float:
+    """The beginning of a millisecond in which no session was made before now: their ids tell no less."""
+    now = before = int(time.time() * 1000)
+    for _ in range(100 if "lowtide.session" in sys.modules else 0):  # and no more: tests stop clocks
+        time.sleep(0.0001)
+        now = int(time.time() * 1000)
+        if now != before:
+            break
+    return now / 1000
 
 
 def _made_at(ulid: str) -> float:
