@@ -23,6 +23,7 @@ class LowtideEnvironment(BaseEnvironment):
     """One sandbox between `initialize()` and `close()`; `options` are the keywords of `lowtide.Sandbox`."""
 
     def __init__(self, **options: Unpack[SandboxOptions]) -> None:
+        self._options = options
         self._sandbox = Sandbox(**options)
         self._working_dir: Path | None = None
 
@@ -36,7 +37,12 @@ class LowtideEnvironment(BaseEnvironment):
     async def initialize(self) -> None:
         """Make the sandbox, once."""
         if self._working_dir is None:
-            done = await self._sandbox.exec(["pwd", "-P"])
+            try:
+                done = await self._sandbox.exec(["pwd", "-P"])
+            except BaseException:
+                self._sandbox.stop()  # nobody closes what was not initialized; it may be tried again
+                self._sandbox = Sandbox(**self._options)
+                raise
             self._working_dir = Path(done.stdout.removesuffix("\n"))
             self.is_initialized = True
 

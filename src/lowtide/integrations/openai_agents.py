@@ -259,14 +259,17 @@ class LowtideSandboxClient(BaseSandboxClient[LowtideSandboxClientOptions]):
         manifest = self._validate_manifest_for_create(manifest if manifest is not None else Manifest())
         _refuse_mounts(manifest)
         options = options or LowtideSandboxClientOptions()
+        session_id = uuid.uuid4()
+        saved = resolve_snapshot(
+            snapshot, str(session_id)
+        )  # before there is a sandbox that its failure would leave
         sandbox = await _made(
             options.provider, options.image, {"ports": options.exposed_ports or None, **options.sandbox}
         )
-        session_id = uuid.uuid4()
         state = LowtideSandboxSessionState(
             session_id=session_id,
             manifest=manifest,
-            snapshot=resolve_snapshot(snapshot, str(session_id)),
+            snapshot=saved,
             exposed_ports=options.exposed_ports,
             sandbox_id=str(sandbox.sandbox_id),
             provider=sandbox.provider,

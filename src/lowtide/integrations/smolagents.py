@@ -47,7 +47,11 @@ class LowtideExecutor(RemotePythonExecutor):
         super().__init__(additional_imports or [], logger or AgentLogger(LogLevel.ERROR), allow_pickle)
         self.sandbox = Sandbox(**options)
         self._timeout_seconds = timeout_seconds
-        self.installed_packages = self.install_packages(self.additional_imports)
+        try:
+            self.installed_packages = self.install_packages(self.additional_imports)
+        except BaseException:
+            self.sandbox.stop().exception()  # nobody holds an executor that was not made
+            raise
 
     def run_code_raise_errors(self, code: str) -> CodeOutput:
         """Run it; what the code raised is an `AgentError` that the model is told of."""

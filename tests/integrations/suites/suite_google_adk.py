@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from lowtide import Sandbox
 from lowtide.integrations.google_adk import LowtideEnvironment
 from tests.integrations.suites.kills import READY, killed_in_the_middle, page_runs
 from tests.integrations.suites.own_home import PROVIDER
@@ -29,6 +32,25 @@ async def test_commands_files_time_limit_and_end() -> None:
     finally:
         await environment.close()
         await environment.close()
+
+
+async def test_an_initialize_that_is_cancelled_leaves_nothing_and_may_be_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environment = LowtideEnvironment(provider=PROVIDER, tags=["half-way"])
+    first = environment._sandbox
+    await first
+
+    def cancelled(*_: object, **__: object) -> NoReturn:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(first, "exec", cancelled)
+    with pytest.raises(asyncio.CancelledError):
+        await environment.initialize()
+    await first.stop()  # under way
+    assert await Sandbox.list(tags=["half-way"], provider=PROVIDER) == []
+    await environment.initialize()
+    await environment.close()
 
 
 async def test_the_page_runs(tmp_path: Path) -> None:

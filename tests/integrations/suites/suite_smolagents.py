@@ -11,6 +11,7 @@ from smolagents import CodeAgent, FinalAnswerTool, Model, Tool
 from smolagents.models import ChatMessage, MessageRole
 from smolagents.utils import AgentError
 
+from lowtide import Sandbox
 from lowtide.integrations.smolagents import LowtideExecutor
 from tests.integrations.suites.kills import READY, killed_in_the_middle, page_runs
 from tests.integrations.suites.own_home import PROVIDER
@@ -29,6 +30,12 @@ class Scripted(Model):
 def executor() -> Iterator[LowtideExecutor]:
     with LowtideExecutor(provider=PROVIDER) as made:
         yield made
+
+
+def test_an_executor_that_could_not_be_made_leaves_nothing() -> None:
+    with pytest.raises(AgentError, match="pip could not install"):
+        LowtideExecutor(["no such package"], provider=PROVIDER, tags=["half-way"])
+    assert Sandbox.list(tags=["half-way"], provider=PROVIDER).result(60) == []
 
 
 def test_state_final_answer_and_variables(executor: LowtideExecutor) -> None:
