@@ -184,6 +184,10 @@ class HeldSandbox:
             return self._ended("it was never started")
         if self.lease is None and self._starting is not None:
             await asyncio.sleep(0)  # the create that was asked for a moment ago takes its first step
+        if keep_it and self._starting is not None and not self._starting.done():
+            await asyncio.wait(
+                {self._starting}
+            )  # what is half made is ended, and there would be nothing to keep
         provider = self.connect()
         if self.lease is None:
             if self.info is None:

@@ -191,6 +191,19 @@ def test_many_sandboxes_start_and_stop_in_parallel() -> None:
     results([box.stop() for box in boxes])
 
 
+def test_what_is_kept_while_it_is_being_created_is_there() -> None:
+    box = Sandbox(provider="local", keep_for_seconds=60)
+    starting = box.start()
+    report = box.stop(keep=True).result(60)
+    assert report.sandbox_id is not None
+    try:
+        assert (report.outcome, starting.exception(60)) == ("kept", None)
+        again = Sandbox.from_id(report.sandbox_id, provider="local").result(60)
+        assert again.exec(["echo", "here"]).result(60).stdout == "here\n"
+    finally:
+        Sandbox.delete(report.sandbox_id, missing_ok=True).result(60)
+
+
 def test_the_decision_to_keep_it_can_be_made_at_its_end() -> None:
     box = Sandbox.run(provider="local", keep_for_seconds=60)
     sandbox_id = box.sandbox_id
@@ -206,5 +219,7 @@ def test_the_decision_to_keep_it_can_be_made_at_its_end() -> None:
         assert again.exec(["echo", "still here"]).result().stdout == "still here\n"
         with pytest.raises(ValidationError):
             box.stop(keep=True, snapshot_on_stop=True)
+        with pytest.raises(ValidationError):
+            box.stop(keep="never")  # type: ignore[arg-type]
     finally:
         Sandbox.delete(sandbox_id, missing_ok=True).result()
