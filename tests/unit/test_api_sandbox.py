@@ -204,6 +204,17 @@ def test_what_is_kept_while_it_is_being_created_is_there() -> None:
         Sandbox.delete(report.sandbox_id, missing_ok=True).result(60)
 
 
+def test_what_was_ended_while_it_was_being_created_is_not_said_to_be_kept() -> None:
+    box = Sandbox(provider="local", keep="always", keep_for_seconds=60)
+    starting = box.start()
+    report = box.stop().result(60)
+    if starting.exception(60) is not None:  # else it was there in time, and is kept
+        assert report.outcome != "kept"
+        assert box.kept_until is None
+    if report.sandbox_id is not None:
+        Sandbox.delete(report.sandbox_id, missing_ok=True).result(60)
+
+
 def test_the_decision_to_keep_it_can_be_made_at_its_end() -> None:
     box = Sandbox.run(provider="local", keep_for_seconds=60)
     sandbox_id = box.sandbox_id

@@ -276,6 +276,9 @@ class Lifecycle:
         creating = held.creating
         if creating is not None and not creating.done():
             await self._stop_creating(held, creating, deadline_seconds / 2)
+            if not creating.done() or creating.cancelled() or creating.exception() is not None:
+                # The creator has destroyed what it got, or will: a row that says "kept" would be of nothing.
+                decision = Decision(Fate.DESTROY, "ended while being created")
         report = await end_lease(
             self.ledger,
             held.provider,
