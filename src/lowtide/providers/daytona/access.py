@@ -65,9 +65,10 @@ class Access:
 
     @property
     def account(self) -> str:
-        """A key or a token changes, its organisation does not: that counts where it is said."""
-        who = f"organization {self.organization_id}" if self.organization_id else self.api_key
-        return hosted.account(PROVIDER, self.api_url, str(who))
+        """A token changes, its organisation does not. A key belongs to one, and is not asked for which: what else
+        the environment says of an organisation proves nothing about it."""
+        who = self.api_key or f"organization {self.organization_id}"
+        return hosted.account(PROVIDER, self.api_url, who)
 
     def credentials(self) -> dict[str, str]:
         known = {
