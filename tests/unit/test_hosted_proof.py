@@ -2,9 +2,66 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import AsyncIterator
+from typing import Any
+
 import pytest
 
+from lowtide import errors
 from lowtide.providers.daytona import DaytonaProvider
+from lowtide.providers.e2b import E2BProvider
+from lowtide.providers.runloop import RunloopProvider
+
+SERVICES: dict[str, tuple[Any, str, str]] = {
+    "e2b": (E2BProvider, "api_url", "e2b"),
+    "daytona": (DaytonaProvider, "api_url", "daytona"),
+    "runloop": (RunloopProvider, "base_url", "runloop_api_client"),
+}
+PAGES = {
+    "plain": ("default backend - 404", "text/plain"),
+    "page": (
+        "<html><h1>404 Not Found</h1>The requested URL {path} was not found on this server.</html>",
+        "text/html",
+    ),
+    "route": ('{{"message":"Cannot GET {path}","error":"Not Found","statusCode":404}}', "application/json"),
+}
+
+
+@pytest.fixture(params=sorted(SERVICES))
+async def provider(request: pytest.FixtureRequest, page: str) -> AsyncIterator[Any]:
+    """Connected to a proxy whose service is not there."""
+    kind, address, sdk = SERVICES[request.param]
+    if any(importlib.util.find_spec(name) is None for name in (sdk, "aiohttp")):
+        pytest.skip(f"needs {sdk}")
+    from aiohttp import web
+
+    async def answer(asked: web.Request) -> web.Response:
+        words, kind = PAGES[page]
+        return web.Response(text=words.format(path=asked.path), content_type=kind, status=404)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    connected = kind.connect({}, {"api_key": "e2b_" + "0" * 40, address: url})
+    yield connected
+    await connected.aclose()
+    await runner.cleanup()
+
+
+@pytest.mark.parametrize("page", sorted(PAGES))
+async def test_a_404_of_somebody_on_the_way_is_no_proof_that_a_sandbox_is_gone(
+    provider: Any, page: str
+) -> None:
+    # Each is proof to somebody: to an end, to a sweep, to the guardian.
+    for name, more in (("destroy", ()), ("get", ()), ("renew", (300.0,))):
+        with pytest.raises(errors.LowtideError) as raised:
+            await getattr(provider, name)("abc123", *more)
+        assert not isinstance(raised.value, errors.SandboxNotFoundError | errors.SandboxGone)
 
 
 def test_a_daytona_key_of_another_organisation_is_another_account_whatever_the_environment_says() -> None:

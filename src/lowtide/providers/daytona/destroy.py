@@ -78,6 +78,8 @@ async def _said(asking: Any, what: str, sandbox_id: str, told: Mapping[int, End]
     async def answer() -> End:
         response = await asking
         body = await response.read()
+        if response.status == 404 and not hosted.is_own(body):
+            raise SERVICE.elsewhere(sandbox_id)
         if response.status in told:
             return told[response.status]
         try:

@@ -168,22 +168,26 @@ class DaytonaProvider(Calls):
         return await destroy.delete(await self._connection.sdk(), sandbox_id)
 
     async def renew(self, sandbox_id: str, lifetime_seconds: float) -> datetime | None:
-        box = await self._sandbox(sandbox_id)
         lives = create.minutes(lifetime_seconds)
-        await SERVICE.call(CALL_SECONDS, box.set_ttl(lives), "set_ttl", sandbox_id)
-        if 0 < int(box.auto_stop_interval or 0) < lives:  # else one that is kept would be stopped first
-            await SERVICE.call(CALL_SECONDS, box.set_autostop_interval(lives), "set_autostop", sandbox_id)
-        with contextlib.suppress(errors.SandboxUnavailableError, errors.ValidationError):
-            await SERVICE.call(CALL_SECONDS, box.refresh_activity(), "refresh_activity", sandbox_id)
+        async with self._confirming(sandbox_id):
+            box = await self._sandbox(sandbox_id)
+            await SERVICE.call(CALL_SECONDS, box.set_ttl(lives), "set_ttl", sandbox_id)
+            if 0 < int(box.auto_stop_interval or 0) < lives:  # else one that is kept would be stopped first
+                await SERVICE.call(CALL_SECONDS, box.set_autostop_interval(lives), "set_autostop", sandbox_id)
+            with contextlib.suppress(errors.SandboxUnavailableError, errors.ValidationError):
+                await SERVICE.call(CALL_SECONDS, box.refresh_activity(), "refresh_activity", sandbox_id)
         return datetime.now(UTC) + timedelta(minutes=lives)
 
     async def stop_only(self, sandbox_id: str, *, delete_after_seconds: float) -> None:
         """Stopped, and deleted by Daytona itself after that time: both clocks are set before it stops."""
-        box = await self._sandbox(sandbox_id)
         after = create.minutes(delete_after_seconds)
-        await SERVICE.call(CALL_SECONDS, box.set_auto_delete_interval(after), "set_auto_delete", sandbox_id)
-        await SERVICE.call(CALL_SECONDS, box.set_ttl(after), "set_ttl", sandbox_id)
-        await self.stop(sandbox_id)
+        async with self._confirming(sandbox_id):
+            box = await self._sandbox(sandbox_id)
+            await SERVICE.call(
+                CALL_SECONDS, box.set_auto_delete_interval(after), "set_auto_delete", sandbox_id
+            )
+            await SERVICE.call(CALL_SECONDS, box.set_ttl(after), "set_ttl", sandbox_id)
+            await self.stop(sandbox_id)
 
     async def stop(self, sandbox_id: str) -> None:
         """Silent when it does not run."""
@@ -288,6 +292,15 @@ class DaytonaProvider(Calls):
                 way = self._ways[sandbox_id] = channel.Way((box.labels or {}).get(create.WORKING_DIR))
         way.reusable = False
         return way.key
+
+    @asynccontextmanager
+    async def _confirming(self, sandbox_id: str) -> AsyncIterator[None]:
+        """For what counts as proof that it is gone: the SDK takes a 404 of anybody on the way for Daytona's."""
+        try:
+            yield
+        except errors.SandboxNotFoundError as error:
+            await self.get(sandbox_id)
+            raise SERVICE.elsewhere(sandbox_id) from error
 
     @asynccontextmanager
     async def _used(self, sandbox_id: str) -> AsyncIterator[AsyncSandbox]:

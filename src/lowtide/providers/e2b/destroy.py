@@ -59,6 +59,8 @@ class Destroy:
 
         res = await self._send(method, f"/sandboxes/{sandbox_id}")  # `res`: see `errors.retry_after`
         if res.status_code == _GONE:
+            if not hosted.is_own(res.content):
+                raise SERVICE.elsewhere(sandbox_id)
             return False
         if res.status_code >= 300:
             raise handle_api_exception(res)

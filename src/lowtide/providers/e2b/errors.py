@@ -46,6 +46,8 @@ FAULTS = (
     Fault(errors.SandboxUnavailableError, of=_ANY, status=409, more={"retryable": True}),
     Fault(errors.SandboxUnavailableError, of=_ANY, status=range(500, 600)),
     Fault(errors.SandboxError, of=_ANY),
+    # The SDK reads every answer as E2B's own: it was a page of somebody on the way.
+    Fault(errors.SandboxUnavailableError, of="json.JSONDecodeError", words="not E2B's own answer: {text}"),
     Fault(
         errors.RequestTimeoutError,
         of=("httpx.TimeoutException", "builtins.TimeoutError"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from lowtide import errors
 from lowtide.providers import hosted
 from lowtide.providers.base import Labels, SandboxInfo, SandboxState
 from lowtide.providers.e2b.access import Access
@@ -24,9 +25,14 @@ async def detail(access: Access, sandbox_id: str) -> Any:
         raise SERVICE.missing(sandbox_id)
     client = get_api_client(ConnectionConfig(**access.parameters()))
     asking = get_sandboxes_sandbox_id.asyncio_detailed(sandbox_id, client=client)
-    res = await SERVICE.call(CALL_SECONDS, asking, "get", sandbox_id)  # `res`: see `errors.retry_after`
+    try:
+        res = await SERVICE.call(CALL_SECONDS, asking, "get", sandbox_id)  # `res`: see `errors.retry_after`
+    except LookupError as error:  # the SDK cannot read it, so it is not E2B's
+        if isinstance(error, errors.LowtideError):
+            raise
+        raise SERVICE.elsewhere(sandbox_id) from error
     if res.status_code == 404:
-        raise SERVICE.missing(sandbox_id)
+        raise SERVICE.missing(sandbox_id) if hosted.is_own(res.content) else SERVICE.elsewhere(sandbox_id)
     with SERVICE.mapped(sandbox_id):
         if res.status_code >= 300 or not hasattr(res.parsed, "sandbox_id"):
             raise handle_api_exception(res)

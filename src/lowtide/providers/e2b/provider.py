@@ -175,7 +175,7 @@ class E2BProvider(Snapshots, Calls):
             with SERVICE.mapped(sandbox_id):
                 setting = sdk.set_timeout(sandbox_id, timeout=seconds, **self._access.parameters())
                 await SERVICE.within(lookup.CALL_SECONDS, setting, "set_timeout", sandbox_id)
-        except errors.SandboxNotFoundError:
+        except (errors.SandboxNotFoundError, KeyError):  # the second: an answer that is not E2B's
             if (await self.get(sandbox_id)).state is SandboxState.PAUSED:
                 return None  # a paused one has no clock that could run out
             raise

@@ -37,7 +37,7 @@ from lowtide.backoff import backoff
 from lowtide.providers.hosted.access import WAY, account, chosen, is_word, missing_dependency, way_of
 from lowtide.providers.hosted.create import labels_of, only_ipv4, options_of, recovered
 from lowtide.providers.hosted.destroy import End, delete
-from lowtide.providers.hosted.errors import Fault, file_error, status_of
+from lowtide.providers.hosted.errors import Fault, file_error, is_own, status_of
 from lowtide.providers.hosted.lookup import explained, until_ready
 from lowtide.providers.hosted.service import Service, failure_of, let_go, mapped_by, was_lost, within
 from lowtide.providers.hosted.transfer import Counted
@@ -55,6 +55,7 @@ __all__ = [
     "explained",
     "failure_of",
     "file_error",
+    "is_own",
     "is_word",
     "labels_of",
     "let_go",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,8 @@ class Fault:
     """More for the error's constructor, as ``reason``."""
     on_path: bool = False
     """Only where a file was asked for. `file_error` has the first word there: this row is for what it leaves."""
+    own: bool = False
+    """Not where somebody on the way has answered in the service's place, as far as the error tells: `is_own`."""
 
     def matches(self, names: Container[str], status: int | None, text: str, path: str | None) -> bool:
         if self.on_path and path is None:
@@ -61,6 +64,8 @@ class Table:
         for fault in self.faults:
             if not fault.matches(names, status, text.lower(), path):
                 continue
+            if fault.own and getattr(error, "body", None) is not None and not is_own(error.body):  # type: ignore[attr-defined]
+                continue
             context: dict[str, Any] = {"provider": self.provider, "sandbox_id": sandbox_id, **fault.more}
             if fault.on_path and (found := file_error(text, str(path), context)) is not None:
                 return found
@@ -90,6 +95,17 @@ def status_of(error: BaseException | None) -> int | None:
             return int(head)
         error = error.__cause__
     return None
+
+
+def is_own(body: object) -> bool:
+    """Whether a "not found" is the service's own word: an object in JSON. A load balancer or a proxy whose service is
+    away answers 404, too, with a page; and a server that does not know the address names that ("Cannot GET /…")."""
+    if isinstance(body, str | bytes):
+        try:
+            body = json.loads(body)
+        except ValueError:
+            return False
+    return isinstance(body, Mapping) and not str(body.get("message", "")).lower().startswith("cannot ")
 
 
 def retry_after(error: BaseException) -> float | None:

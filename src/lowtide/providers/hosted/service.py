@@ -83,6 +83,14 @@ class Service:
             sandbox_id=sandbox_id,
         )
 
+    def elsewhere(self, sandbox_id: str) -> errors.SandboxUnavailableError:
+        """A 404 that the service has not said itself, by `is_own`: it proves nothing."""
+        return errors.SandboxUnavailableError(
+            f"somebody on the way to {self.name} answered 404 in its place; whether {sandbox_id} is there is not known",
+            provider=self.provider,
+            sandbox_id=sandbox_id,
+        )
+
     def gone(self, sandbox_id: str) -> errors.SandboxGone:
         return errors.SandboxGone(
             f"sandbox {sandbox_id} has ended", reason="ended", provider=self.provider, sandbox_id=sandbox_id

@@ -18,6 +18,7 @@ FAULTS = (
         status=404,
         says="devbox",
         words="no sandbox {sandbox_id} in this Runloop account",
+        own=True,
     ),
     Fault(errors.SandboxFailedError, status=404, more={"reason": "not-found"}),
     Fault(errors.ValidationError, status=(400, 413, 422), words="Runloop refused the request: {text}"),
