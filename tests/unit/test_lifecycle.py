@@ -18,6 +18,7 @@ from lowtide.errors import (
     SandboxUnavailableError,
     ValidationError,
 )
+from lowtide.lifecycle.end import Claim
 from lowtide.lifecycle.lease import Keep, Lease, LeaseState, Outcome
 from lowtide.lifecycle.leases import Lifecycle
 from lowtide.lifecycle.ledger import SqliteLedger
@@ -481,3 +482,66 @@ async def test_a_key_that_does_not_show_a_sandbox_settles_nothing_and_one_that_d
     (finding,) = await sweep(life.ledger, {"faulty": new})
     assert finding.action is Action.ENDED
     assert service.sandboxes() == []
+
+
+async def test_an_end_that_fails_with_an_error_of_the_sdk_is_tried_again(
+    life: Lifecycle, provider: FaultyProvider, service: FaultyService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease, destroy, calls = await make(life, provider), provider.destroy, 0
+
+    async def odd_first(sandbox_id: str, *, grace_seconds: float = 0.0) -> bool:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise KeyError("code")  # an SDK that cannot read an answer
+        return await destroy(sandbox_id, grace_seconds=grace_seconds)
+
+    monkeypatch.setattr(provider, "destroy", odd_first)
+    report = await life.end(provider, lease.lease_id)
+    assert report.outcome is Outcome.FAILED
+    assert isinstance(report.error, KeyError)
+    await settled(life, lease.lease_id)
+    assert service.sandboxes() == []
+
+
+async def test_renewal_outlives_an_error_of_the_sdk(
+    life: Lifecycle, provider: FaultyProvider, service: FaultyService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOWTIDE_LEASE_SECONDS", "0.8")
+    renew, calls = provider.renew, 0
+
+    async def odd_first(sandbox_id: str, lifetime_seconds: float) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise KeyError("code")
+        return await renew(sandbox_id, lifetime_seconds)
+
+    monkeypatch.setattr(provider, "renew", odd_first)
+    lease = await make(life, provider)
+    deadline = time.monotonic() + 10
+    while calls < 3:
+        assert time.monotonic() < deadline, "nobody renews it any more"
+        await asyncio.sleep(0.02)
+    await life.end(provider, lease.lease_id)
+
+
+async def test_what_is_to_be_kept_longer_than_its_account_allows_is_kept_as_long_as_that_allows(
+    life: Lifecycle, provider: FaultyProvider, service: FaultyService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease, renew = await make(life, provider, keep=Keep.ALWAYS, keep_for_seconds=86_400.0), provider.renew
+
+    async def an_hour_at_most(sandbox_id: str, lifetime_seconds: float) -> Any:
+        if lifetime_seconds > 3600:
+            raise ValidationError("Timeout cannot be greater than 1 hours", provider="faulty")
+        return await renew(sandbox_id, lifetime_seconds)
+
+    monkeypatch.setattr(provider, "renew", an_hour_at_most)
+    report = await life.end(provider, lease.lease_id)
+    assert report.outcome is Outcome.KEPT
+    row = await life.ledger.get(lease.lease_id)
+    assert row is not None
+    assert row.state is LeaseState.KEPT
+    assert row.expires_at is not None
+    assert 1800 - 60 < row.expires_at - time.time() <= 3600
+    await life.end(provider, lease.lease_id, force=True, claim=Claim.ANY)

@@ -25,13 +25,14 @@ from lowtide.errors import (
     RateLimitError,
     SandboxGone,
     SandboxNotFoundError,
+    ValidationError,
 )
 from lowtide.lifecycle import keep
 from lowtide.lifecycle.clock import Instant
 from lowtide.lifecycle.crash_points import point
 from lowtide.lifecycle.held_lease import HeldLease
 from lowtide.lifecycle.keep import Decision, Fate
-from lowtide.lifecycle.lease import EndReport, Lease, LeaseState, Outcome, renewal_seconds
+from lowtide.lifecycle.lease import LEASE_SECONDS, EndReport, Lease, LeaseState, Outcome, renewal_seconds
 from lowtide.lifecycle.ledger import Ledger
 from lowtide.lifecycle.owner import Owner, Standing
 from lowtide.providers.base import Labels, Provider, Renews, Replays, SandboxSpec, Snapshots, Stops
@@ -166,8 +167,8 @@ async def end_lease(
             log.info("lease %s (%s %s): %s", lease.lease_id, provider.name, sandbox_id, why)
             outcome = Outcome.DESTROYED if ended_now else Outcome.ALREADY_GONE
             return done(outcome, decision.why if ended_now else why, snapshot_id=snapshot_id)
-    except (LowtideError, OSError) as error:
-        failure: BaseException = error
+    except Exception as error:  # whatever it is: an SDK that cannot read an answer raises anything
+        failure: Exception = error
     # Not done: the row stays, with the count of failures, and is tried again by whoever comes next.
     if isinstance(failure, TimeoutError) and not str(failure):
         text = f"not confirmed within {deadline_seconds:g} s"
@@ -179,7 +180,7 @@ async def end_lease(
             retryable=True,
         )
     else:
-        text = str(failure)
+        text = _text(failure)
     log.warning("lease %s (%s): ending failed: %s", lease.lease_id, provider.name, text)
     try:
         await ledger.note(
@@ -286,8 +287,8 @@ async def end_without_row(
                 ledger, provider, lease, held.spec or recovery_spec(lease), answered=False
             )
             ended = sandbox_id is not None and await _destroy(provider, sandbox_id, grace_seconds)
-    except (LowtideError, OSError) as error:
-        why = str(error) or f"not confirmed within {deadline_seconds:g} s"
+    except Exception as error:
+        why = _text(error) or f"not confirmed within {deadline_seconds:g} s"
         return replace(report, why=why, error=error, seconds=time.monotonic() - started)
     log.warning("lease %s (%s %s): ended without its row", lease.lease_id, provider.name, sandbox_id)
     return replace(
@@ -297,6 +298,10 @@ async def end_without_row(
         why=decision.why,
         seconds=time.monotonic() - started,
     )
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, LowtideError | OSError) else f"{type(error).__name__}: {error}"
 
 
 def _request_ended(lease: Lease) -> dict[str, Instant]:
@@ -395,7 +400,7 @@ async def _leave(
             await provider.stop_only(sandbox_id, delete_after_seconds=lease.keep_for_seconds)
             lives_until: float | None = until
         else:
-            lives_until = await extend(provider, sandbox_id, lease.keep_for_seconds)
+            lives_until = await extend_as_allowed(provider, lease, lease.keep_for_seconds)
             if lives_until is None:
                 lives_until = lease.expires_at
     except (SandboxNotFoundError, SandboxGone):
@@ -413,7 +418,7 @@ async def _leave(
         return None
     if before is not None and changed.renewed != before.renewed and decision.fate is Fate.KEEP:
         # A renewal came in between, and may have been heard last. One that comes from now on sees that it is kept.
-        lives_until = await extend(provider, sandbox_id, lease.keep_for_seconds) or lives_until
+        lives_until = await extend_as_allowed(provider, lease, lease.keep_for_seconds) or lives_until
         await ledger.note(lease.lease_id, "", expires_at=lives_until)
     keep.announce(changed, why=decision.why, until=until, lives_until=lives_until)
     return Outcome.STOPPED if decision.fate is Fate.STOP and isinstance(provider, Stops) else Outcome.KEPT
@@ -426,6 +431,19 @@ async def extend(provider: Provider, sandbox_id: str, seconds: float) -> float |
     most = provider.traits.max_lifetime_seconds
     until: datetime | None = await provider.renew(sandbox_id, min(seconds, most) if most else seconds)
     return until.timestamp() if until is not None else None
+
+
+async def extend_as_allowed(provider: Provider, lease: Lease, seconds: float) -> float | None:
+    """As `extend`; where an account allows less than its provider, half of it, until that is no more than a renewal."""
+    while lease.sandbox_id is not None:
+        try:
+            return await extend(provider, lease.sandbox_id, seconds)
+        except ValidationError:
+            least = lease.lifetime_seconds or LEASE_SECONDS
+            if seconds <= least:
+                raise
+            seconds = max(least, seconds / 2)
+    return None
 
 
 async def renew_lease(ledger: Ledger, provider: Provider, lease: Lease) -> Lease | None:
@@ -441,7 +459,7 @@ async def renew_lease(ledger: Ledger, provider: Provider, lease: Lease) -> Lease
     row = noted or await ledger.get(lease.lease_id)
     if row is not None and row.state in (LeaseState.KEPT, LeaseState.HANDED_OVER):
         left = row.keep_for_seconds if row.kept_until is None else max(1.0, row.kept_until - time.time())
-        until = await extend(provider, lease.sandbox_id, left)
+        until = await extend_as_allowed(provider, lease, left)
         await ledger.note(lease.lease_id, "", expires_at=until)
     return noted
 

@@ -29,7 +29,7 @@ from lowtide.errors import (
 from lowtide.lifecycle import adopt, keep, renew, retry_ends, signals
 from lowtide.lifecycle.clock import Instant
 from lowtide.lifecycle.crash_points import point
-from lowtide.lifecycle.end import Claim, end_lease, end_without_row, extend, let_be, may_claim
+from lowtide.lifecycle.end import Claim, end_lease, end_without_row, extend_as_allowed, let_be, may_claim
 from lowtide.lifecycle.guardian_link import GuardianLink
 from lowtide.lifecycle.held_lease import HeldLease
 from lowtide.lifecycle.keep import Decision, Fate
@@ -364,7 +364,7 @@ class Lifecycle:
             raise SandboxGone(f"lease {lease_id} has ended or has another owner; it cannot be released")
         self.held.pop(lease_id, None)
         if held is not None and lease.sandbox_id is not None and lease.lifetime_seconds is not None:
-            await extend(held.provider, lease.sandbox_id, lease.keep_for_seconds)
+            await extend_as_allowed(held.provider, lease, lease.keep_for_seconds)
 
     # Reading.
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from lowtide.errors import LowtideError
 from lowtide.lifecycle.end import renew_lease
 from lowtide.lifecycle.held_lease import HeldLease
 from lowtide.lifecycle.lease import LEASE_SECONDS, Lease, LeaseState
@@ -30,7 +29,7 @@ async def while_holding(life: Lifecycle) -> None:
                 continue
             try:
                 await _look(life, held)
-            except LowtideError as error:  # the ledger: the provider-side lifetime is moved all the same
+            except Exception as error:  # the ledger: the provider-side lifetime is moved all the same
                 log.warning("lease %s: %s", held.lease.lease_id, error)
                 if held.lease.renewal_due(SHARE):
                     await renew(life, held)
@@ -64,5 +63,5 @@ async def renew(life: Lifecycle, held: HeldLease) -> None:
         return
     try:
         held.lease = await renew_lease(life.ledger, held.provider, lease) or held.lease
-    except LowtideError as error:
-        log.warning("lease %s (%s): renewal failed: %s", lease.lease_id, held.provider.name, error)
+    except Exception as error:  # whatever it is: nobody else comes back to those that this process holds
+        log.warning("lease %s (%s): renewal failed: %r", lease.lease_id, held.provider.name, error)

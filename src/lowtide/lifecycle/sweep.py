@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from lowtide.errors import LedgerError, LowtideError
+from lowtide.errors import LedgerError
 from lowtide.lifecycle import ask_provider, keep
 from lowtide.lifecycle.ask_provider import Testimony
 from lowtide.lifecycle.end import another_account, end_lease, is_shown
@@ -108,7 +108,7 @@ class _Sweep:
             try:
                 async with asyncio.timeout(self.deadline_seconds):
                     return await self._unseen(lease, provider, verdict.why)
-            except (LowtideError, TimeoutError) as error:
+            except Exception as error:
                 return _finding(
                     Action.LEFT, lease, f"{verdict.why}; its provider could not be asked: {error}"
                 )
@@ -117,7 +117,7 @@ class _Sweep:
         try:
             if not await is_shown(provider, lease):
                 return _finding(Action.LEFT, lease, str(another_account(provider, lease)))
-        except LowtideError as error:
+        except Exception as error:
             return _finding(Action.FAILED, lease, str(error))
         if self.dry_run:
             return _finding(Action.WOULD_END, lease, verdict.why)
@@ -186,7 +186,7 @@ class _Sweep:
                         continue
                     if (provider.name, marks.lease_id) not in known:
                         findings.append(await self._marked(provider, info, marks))
-        except (LowtideError, TimeoutError) as error:
+        except Exception as error:
             findings.append(
                 Finding(
                     action=Action.FAILED,
@@ -231,7 +231,7 @@ class _Sweep:
         try:
             async with asyncio.timeout(self.deadline_seconds):
                 ended = await provider.destroy(info.sandbox_id)
-        except (LowtideError, TimeoutError) as error:
+        except Exception as error:
             return found(Action.FAILED, str(error) or "no answer in time")
         return found(Action.ENDED, why if ended else "the provider's list was behind: it was already gone")
 
