@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lowtide import errors
+from lowtide.providers.base import Labels, SandboxSpec
 from lowtide.providers.daytona import DaytonaProvider
 from lowtide.providers.e2b import E2BProvider
 from lowtide.providers.runloop import RunloopProvider
@@ -73,3 +74,30 @@ def test_a_daytona_key_of_another_organisation_is_another_account_whatever_the_e
 
     assert account(DAYTONA_API_KEY="first") != account(DAYTONA_API_KEY="second")
     assert account(DAYTONA_JWT_TOKEN="first") == account(DAYTONA_JWT_TOKEN="second")
+
+
+async def test_what_a_service_lists_for_another_lease_is_not_taken_for_this_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("cwsandbox")
+    from lowtide.providers.coreweave import CoreWeaveProvider, create
+    from lowtide.providers.coreweave.access import messages
+
+    mine, other = (
+        SandboxSpec(labels=Labels(lease_id=name, ledger_id="book", owner="me")) for name in ("mine", "other")
+    )
+
+    class Unfiltered:
+        async def pages(self, *_: object) -> AsyncIterator[Any]:
+            tags = create.tags_of(other.labels.as_dict())
+            yield messages().Sandbox(sandbox_id="box", spec=messages().SandboxSpec(tags=tags))
+
+    async def connections() -> Any:
+        return Unfiltered()
+
+    provider = CoreWeaveProvider.connect({"CWSANDBOX_API_KEY": "key"})
+    monkeypatch.setattr(provider, "connections", connections)
+    assert await provider.find(mine) is None
+    found = await provider.find(other)
+    assert found is not None
+    assert found.sandbox_id == "box"

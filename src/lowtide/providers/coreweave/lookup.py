@@ -71,9 +71,12 @@ async def get(connections: Connections, sandbox_id: str) -> SandboxInfo:
 async def listed(
     connections: Connections, tags: Sequence[str], *, ended: bool = False
 ) -> AsyncIterator[SandboxInfo]:
-    """All pages of those with all of these tags; those that are over only with `ended`."""
+    """All pages of those with all of these tags; those that are over only with `ended`.
+
+    The service filters; that it did is checked, because what is found for a lease is ended with it.
+    """
     asked = messages().ListSandboxesRequest(page_size=_PAGE, tags=tags, show_terminated=ended)
     async for box in connections.pages("ListSandboxes", asked, "sandboxes", SECONDS):
         found = info(box)
-        if "lowtide-lease" in found.labels:
+        if "lowtide-lease" in found.labels and set(tags) <= set(box.spec.tags):
             yield found

@@ -208,7 +208,7 @@ class ModalProvider(Calls):
                     tags = await SERVICE.call(_ASK_SECONDS, sandbox.get_tags.aio(), "tags", sandbox.object_id)
                 except SandboxNotFoundError:
                     continue
-            if lookup.is_ours(tags):
+            if lookup.is_ours(tags) and labels.items() <= tags.items():
                 yield lookup.info(sandbox.object_id, tags, None)
 
     # -- ending
