@@ -101,3 +101,23 @@ async def test_what_a_service_lists_for_another_lease_is_not_taken_for_this_ones
     found = await provider.find(other)
     assert found is not None
     assert found.sandbox_id == "box"
+
+
+def test_passwords_and_keys_are_in_no_repr_and_no_error() -> None:
+    from lowtide.providers.coreweave import CoreWeaveOptions, CoreWeaveProvider
+    from lowtide.providers.e2b.access import Access
+    from lowtide.providers.e2b.options import E2BOptions
+
+    secret = "hunter2"
+    way = {"api_key": secret, "proxy": f"http://me:{secret}@proxy:3128"}
+    shown = (
+        Access.resolve({}, way),
+        E2BOptions(mcp={"github": {"token": secret}}, network={"rules": {"host": secret}}),
+        SandboxSpec(labels=Labels(lease_id="a", ledger_id="b", owner="c"), environment={"KEY": secret}),
+        CoreWeaveOptions(mounted_files=[{"path": "/key", "content": secret}]),
+    )
+    assert not any(secret in repr(one) for one in shown)
+    for url in (f"https://me:{secret}@host", f"https://me:{secret}@host/path"):
+        with pytest.raises(errors.ValidationError) as refused:
+            CoreWeaveProvider.connect({"CWSANDBOX_API_KEY": "key", "CWSANDBOX_BASE_URL": url})
+        assert secret not in str(refused.value)

@@ -175,7 +175,7 @@ class SandboxSpec:
     snapshot: str | None = None
     command: tuple[str, ...] | None = None  # None: the provider's own idle main process
     working_dir: str | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     limits: Limits = Limits()
     network: Network | None = None  # None: the provider's default
     isolation: Isolation | None = None  # None: the provider's own
@@ -218,7 +218,7 @@ class ProcessSpec:
 
     argv: tuple[str, ...]
     cwd: str | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     user: str | None = None
     stdin: bool = False
     """False: standard input is empty. True: `write_stdin` and `close_stdin` feed it."""

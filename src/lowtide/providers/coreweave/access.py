@@ -45,9 +45,10 @@ class Access:
             )
         url = (found["base_url"] or DEFAULT_URL).rstrip("/")
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path or parts.query:
-            raise ValidationError(
-                f"{URL} is https://HOST or http://HOST:PORT, without a path, not {url!r}",
+        more = parts.path or parts.query or parts.username or parts.password
+        if parts.scheme not in ("http", "https") or not parts.hostname or more:
+            raise ValidationError(  # not quoted: it may have a password
+                f"{URL} is https://HOST or http://HOST:PORT, without a name, a path or anything else",
                 argument="base_url",
                 provider=PROVIDER,
             )

@@ -30,7 +30,7 @@ class CoreWeaveOptions:
     security_context: Any = None
     object_storage_access: Any = None
     image_pull_credentials: Any = field(default=None, repr=False)
-    mounted_files: Sequence[Mapping[str, Any]] | None = None
+    mounted_files: Sequence[Mapping[str, Any]] | None = field(default=None, repr=False)
     annotations: Mapping[str, str] = field(default_factory=dict)
 
     def keywords(self) -> dict[str, Any]:

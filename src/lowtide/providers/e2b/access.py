@@ -31,7 +31,7 @@ class Access:
     domain: str = DEFAULT_DOMAIN
     api_url: str | None = None
     sandbox_url: str | None = None
-    proxy: str | None = None
+    proxy: str | None = field(default=None, repr=False)  # it may have a password
     """Only where it is not in this process's own environment, which the SDK reads."""
     template: str | None = None
     way: Mapping[str, str] = field(default_factory=dict, repr=False)

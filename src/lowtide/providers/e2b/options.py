@@ -20,11 +20,11 @@ class E2BOptions:
     or a sweep do, but no clock of E2B's."""
     auto_resume: bool = False
     """Wake a paused one on the first use. Only with ``on_timeout="pause"``."""
-    network: Mapping[str, Any] | None = None
+    network: Mapping[str, Any] | None = field(default=None, repr=False)  # its rules may add keys to requests
     """E2B's own network settings (``allow_out``, ``deny_out``, ``rules``…); not together with `network`."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     """More metadata beside lowtide's own, whose names begin with ``lowtide-``."""
     volumes: Mapping[str, str] = field(default_factory=dict)
     """Volumes by name, keyed by where they are mounted."""
-    mcp: Mapping[str, Any] | None = None
+    mcp: Mapping[str, Any] | None = field(default=None, repr=False)  # servers are given their keys here
     """MCP servers to start in the sandbox."""
