@@ -13,7 +13,10 @@ import concurrent.futures
 import contextlib
 import os
 import queue
+import selectors
 import signal
+import socket
+import stat
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
@@ -132,14 +135,38 @@ def _reset_after_fork() -> None:
     global _engine, _lock
     parents, _engine = _engine, None
     if parents is not None:
-        # Both share one epoll instance: whatever the child took off it, closing an inherited connection
-        # for one, the parent's loop would not hear of any more. Closing the child's end of it is safe.
-        selector = getattr(parents.loop, "_selector", None)
-        if selector is not None:
-            selector.close()
+        _part(parents.loop)
     _lock = threading.Lock()
     for action in _forget_in_child:
         action()
+
+
+def _part(loop: asyncio.AbstractEventLoop) -> None:
+    """In a child: nothing that it lets go of, or closes, is heard by its parent's loop or at the parent's connections."""
+    selector = getattr(loop, "_selector", None)
+    if selector is None:
+        return
+    nowhere, other = socket.socketpair()
+    other.close()
+    for descriptor in list(selector.get_map() or ()):
+        # Its connections are the child's, too: an SDK's that is let go of here says goodbye in TLS, and the
+        # other side closes it for both. So the child's copies lead nowhere.
+        with contextlib.suppress(OSError):
+            if _is_connection(descriptor):
+                os.dup2(nowhere.fileno(), descriptor, inheritable=False)
+    nowhere.close()
+    # Both share one epoll instance: whatever the child took off it the parent's loop would not hear of any
+    # more. Closing the child's end of it is safe; what still asks for it finds one that knows nothing.
+    selector.close()
+    vars(loop)["_selector"] = selectors.SelectSelector()
+    loop.set_exception_handler(lambda *_: None)  # that they were never closed is not news
+
+
+def _is_connection(descriptor: int) -> bool:
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        return False
+    with socket.socket(fileno=os.dup(descriptor)) as same:
+        return same.family in (socket.AF_INET, socket.AF_INET6)
 
 
 os.register_at_fork(after_in_child=_reset_after_fork)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -71,3 +73,25 @@ def test_the_calling_thread_keeps_its_mask() -> None:
     with children_take_signals():
         pass
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
+def test_what_a_forked_child_does_with_its_parents_connections_stays_in_the_child() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        _, writer = engine().run(asyncio.open_connection(*server.getsockname()[:2]), timeout=10)
+        peer, _ = server.accept()
+        with peer:
+            child = os.fork()
+            if child == 0:
+                try:
+                    writer.write(b"from the child")
+                    writer.close()
+                finally:
+                    os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+            engine().loop.call_soon_threadsafe(writer.write, b"from the parent")
+            engine().loop.call_soon_threadsafe(writer.close)
+            peer.settimeout(10)
+            received = b""
+            while chunk := peer.recv(100):
+                received += chunk
+    assert received == b"from the parent"
