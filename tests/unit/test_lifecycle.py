@@ -545,3 +545,26 @@ async def test_what_is_to_be_kept_longer_than_its_account_allows_is_kept_as_long
     assert row.expires_at is not None
     assert 1800 - 60 < row.expires_at - time.time() <= 3600
     await life.end(provider, lease.lease_id, force=True, claim=Claim.ANY)
+
+
+async def test_an_end_that_is_under_way_does_not_make_the_exit_longer(
+    life: Lifecycle, provider: FaultyProvider, service: FaultyService
+) -> None:
+    lease, other = await make(life, provider), await make(life, provider)
+    service.fault("destroy", hold_seconds=30)
+    slow = asyncio.ensure_future(life.end(provider, lease.lease_id, deadline_seconds=60.0))
+    while service.pending():
+        await asyncio.sleep(0.01)
+    started = time.monotonic()
+    reports = await life._end_everything(failed=False, seconds=1.0)
+    assert time.monotonic() - started < 10
+    assert sorted(report.outcome for report in reports) == [Outcome.DESTROYED, Outcome.FAILED]
+    assert (await settled(life, other.lease_id)).state is LeaseState.GONE
+    row = await life.ledger.get(lease.lease_id)
+    assert row is not None
+    assert row.state is LeaseState.ENDING  # the guardian goes on from there
+    under_way = life.held[lease.lease_id].ending
+    assert under_way is not None
+    under_way.cancel()
+    await asyncio.wait([slow])
+    assert (await life.end(provider, lease.lease_id)).outcome is Outcome.DESTROYED

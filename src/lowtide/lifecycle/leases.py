@@ -55,6 +55,9 @@ END_SECONDS = 60.0
 EXIT_SECONDS = 30.0
 """The one deadline for everything that ends at exit; `LOWTIDE_EXIT_SECONDS` overrides it."""
 
+_OVERTIME_SECONDS = 1.0
+"""For those that keep to the deadline to write down that they have failed."""
+
 
 @dataclass(slots=True)
 class Lifecycle:
@@ -419,8 +422,8 @@ class Lifecycle:
         point("exit:begin")
         if seconds is None:
             seconds = float(os.environ.get("LOWTIDE_EXIT_SECONDS", EXIT_SECONDS))
-        reports = await asyncio.gather(
-            *(
+        ends = {
+            asyncio.ensure_future(
                 self.end(
                     held.provider,
                     held.lease.lease_id,
@@ -428,20 +431,40 @@ class Lifecycle:
                     failed=failed,
                     deadline_seconds=seconds,
                 )
-                for held in list(self.held.values())
-            ),
-            return_exceptions=True,
-        )
+            ): held
+            for held in list(self.held.values())
+        }
+        if ends:
+            # Each keeps to the deadline by itself, but one that was under way before has its own, a later one.
+            await asyncio.wait(ends, timeout=seconds + _OVERTIME_SECONDS)
+        reports = []
+        for end, held in ends.items():
+            end.add_done_callback(_look_at_failure)
+            if not end.done():
+                reports.append(_unfinished(held, seconds))
+            elif not end.cancelled() and end.exception() is None:
+                reports.append(end.result())
         if self._background:
             await asyncio.wait(list(self._background), timeout=0.5)
         point("exit:end")
-        return [report for report in reports if isinstance(report, EndReport)]
+        return reports
 
     def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         task.add_done_callback(_look_at_failure)
+
+
+def _unfinished(held: HeldLease, seconds: float) -> EndReport:
+    """Of an end that goes on when the process leaves: its row is on disk, and the guardian does the rest."""
+    return EndReport(
+        outcome=Outcome.FAILED,
+        sandbox_id=held.lease.sandbox_id,
+        provider=held.provider.name,
+        seconds=seconds,
+        why=f"not confirmed within {seconds:g} s",
+    )
 
 
 def _ended_while_created(provider: Provider, what: str) -> SandboxGone:
