@@ -222,13 +222,13 @@ def test_a_pause_without_memory_keeps_the_files_alone(create: Create, options: d
     sandbox = create()
     boot = sandbox.files.read("/proc/sys/kernel/random/boot_id")
     for turn in range(3):
-        sandbox.commands.run(f"echo {turn} >> turns; rm -rf /tmp/here; sudo touch /opt/by-root-{turn}")
+        sandbox.commands.run(f"echo {turn} >> turns; rm -rf /tmp/here; sudo touch /srv/by-root-{turn}")
         sandbox.commands.run("sleep 4000", background=True, timeout=0)
         assert sandbox.pause(mode="filesystem")
         sandbox.connect()
         assert sandbox.commands.list() == []
     assert sandbox.files.read("turns") == "0\n1\n2\n"
-    assert sandbox.commands.run("ls /opt").stdout.split() == [f"by-root-{turn}" for turn in range(3)]
+    assert sandbox.commands.run("ls /srv").stdout.split() == [f"by-root-{turn}" for turn in range(3)]
     assert sandbox.files.read("/proc/sys/kernel/random/boot_id") != boot
 
 
