@@ -63,6 +63,7 @@ async def test_what_outlives_its_maker_takes_the_bound_with_it(tmp_path: Path) -
     assert [group for group in groups if group.exists()] == []
 
 
+@pytest.mark.slow
 async def test_a_directory_with_too_many_entries_is_refused(provider: LocalProvider) -> None:
     made = await provider.create(spec())
     many = (
