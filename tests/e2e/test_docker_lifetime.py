@@ -81,9 +81,9 @@ async def test_a_renewal_can_also_shorten(boxes: Boxes) -> None:
 
 async def test_orphans_of_a_command_are_reaped(boxes: Boxes) -> None:
     box = await boxes.make()
-    await boxes.run(box, "sh", "-c", "for i in 1 2 3 4 5; do (sleep 0.75 >/dev/null 2>&1 &) ; done")
+    await boxes.run(box, "sh", "-c", "for i in 1 2 3 4 5; do (sleep 3.25 >/dev/null 2>&1 &) ; done")
     _, out, _ = await boxes.run(box, "ps", "-eo", "args=")
-    assert out.count("sleep 0.75") == 5  # they are there to be orphans
+    assert out.count("sleep 3.25") == 5  # they are there to be orphans
     for _ in range(300):
         _, out, _ = await boxes.run(box, "ps", "-eo", "stat=,args=")
         if "sleep" not in out:

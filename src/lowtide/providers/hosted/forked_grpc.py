@@ -18,6 +18,10 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+# Its own handling of forks prints a line at every one, and starts threads in a child whose state is half a parent's,
+# which crash. It is asked for when gRPC is first used: so here, and not where we use it.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 _EXTENSION = "grpc._cython.cygrpc"
 _broken = False
 _library: str | None = None
@@ -28,8 +32,6 @@ _left: list[dict[str, ModuleType]] = []
 def grpc() -> Any:
     """The module `grpc`, usable in this process."""
     global _broken, _library
-    # Its own handling of forks helps nobody whose calls are under way, and prints a line at every fork.
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     if _broken:
         old = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "grpc"}
         _left.append(old)
