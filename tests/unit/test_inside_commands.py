@@ -160,11 +160,11 @@ async def test_a_command_whose_keeper_was_killed_is_ended_and_says_so(tmp_path: 
 async def test_an_orphan_stays_with_its_command_until_it_ends() -> None:
     async with serving() as inside:
         client = inside.client()
-        _, out, _ = await run(client, "sh", "-c", "setsid sleep 1 >/dev/null 2>&1 & echo $!")
+        _, out, _ = await run(client, "sh", "-c", "setsid sleep 6 >/dev/null 2>&1 & echo $!")
         orphan = int(out)
         keeper = int(Path(f"/proc/{orphan}/stat").read_text().rpartition(")")[2].split()[1])
         assert keeper not in (1, client.pid)
-        for _ in range(100):
+        for _ in range(300):
             if not Path(f"/proc/{keeper}").exists():
                 return
             await asyncio.sleep(0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 
@@ -42,17 +43,17 @@ def command(
     """
     if watch and as_json:
         raise click.UsageError("--watch is for people, --json for programs: say one of them")
-    while True:
-        if watch and sys.stdout.isatty():
-            print("\x1b[H\x1b[2J", end="")
-        _show(provider, tags, limit if everything else 0, quiet=quiet, as_json=as_json)
-        if not watch:
-            return
-        sys.stdout.flush()
-        try:
+    ended = limit if everything else 0
+    if not watch:
+        _show(provider, tags, ended, quiet=quiet, as_json=as_json)
+        return
+    with contextlib.suppress(KeyboardInterrupt):  # how it is ended, also in the middle of a look
+        while True:
+            if sys.stdout.isatty():
+                print("\x1b[H\x1b[2J", end="")
+            _show(provider, tags, ended, quiet=quiet, as_json=as_json)
+            sys.stdout.flush()
             time.sleep(_EVERY_SECONDS)
-        except KeyboardInterrupt:  # how it is ended
-            return
 
 
 def _show(provider: str | None, tags: tuple[str, ...], ended: int, *, quiet: bool, as_json: bool) -> None:
