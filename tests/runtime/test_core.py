@@ -140,6 +140,20 @@ def test_an_end_that_nobody_saw_is_told_by_the_next_look_or_command() -> None:
     assert "last words" in outcome.prefix
 
 
+def test_a_command_that_could_not_be_handed_over_leaves_the_shell_as_it_was() -> None:
+    shell = started()
+    shell.begin("make", 0.0)
+    assert shell.outcome(1.0, 0.0, None, 1.0) is not None  # the waiting ended
+    shell.feed(b"last words\n" + prompt(status=3), 2.0)
+    shell.begin("ls", 3.0)
+    shell.take_back()
+    assert shell.at_prompt
+    assert shell.command is None
+    outcome = shell.outcome(4.0, 3.0, None, None)
+    assert outcome is not None
+    assert (outcome.exit_code, outcome.text) == (3, "last words\n")
+
+
 def test_an_orderly_exit_is_told_from_a_shell_that_was_replaced() -> None:
     shell = started()
     shell.begin("exit 7", 0.0)

@@ -81,6 +81,19 @@ async def test_a_break_that_lasts_is_an_error_that_says_so() -> None:
             await client.start(ProcessSpec(argv=("true",)))
 
 
+async def test_an_engines_words_in_place_of_the_program_are_a_break_and_no_end() -> None:
+    async with serving() as inside:
+        client = inside.client()
+        process = await client.start(ProcessSpec(argv=("sh", "-c", "read line; exit 5"), stdin=True))
+        usual, inside.argv = inside.argv, ("echo", "cannot exec in a stopped state: unknown")
+        inside.channels[0].close()
+        while len(inside.channels) < 3:
+            await asyncio.sleep(0.02)
+        inside.argv = usual
+        await process.write_stdin(b"go\n")
+        assert await process.wait() == 5
+
+
 async def test_another_program_in_its_place_is_not_believed() -> None:
     async with serving() as inside, serving() as other:
         client = inside.client()

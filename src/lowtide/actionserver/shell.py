@@ -110,6 +110,7 @@ class Shell:
         self._welcomed = False
         self._continued = False
         self._done: Outcome | None = None
+        self._unseen: Outcome | None = None
         self._before = ""
         self.forced_exit_code: int | None = None
         """What a command counts as whose shell was ended for it."""
@@ -137,7 +138,7 @@ class Shell:
         self._number += 1
         self.command, self.at_prompt = command, False
         self._began = self._heard = now
-        self._before = ""
+        self._before, self._unseen = "", self._done
         if self._done is not None:  # it ended after the last look, and nobody has seen how
             self._before = (
                 f"[The previous command ended with exit code {self._done.exit_code}; its last output:]\n"
@@ -145,6 +146,11 @@ class Shell:
             )
         self._leaving, self._continued, self._done, self.forced_exit_code = None, False, None, None
         return command.encode("utf-8", "surrogateescape") + b"\0"
+
+    def take_back(self) -> None:
+        """The file could not be written, so `line` was not: the shell stands where it stood before `begin`."""
+        if self.command is not None:
+            self.command, self.at_prompt, self._done = None, True, self._unseen
 
     @property
     def line(self) -> bytes:

@@ -72,7 +72,12 @@ class Terminal:
             if self.shell.command is not None:
                 return self.shell.refused(command, time.monotonic())
             self._sane()
-            _write_file(f"{self.shell.directory}/command", self.shell.begin(command, time.monotonic()))
+            content = self.shell.begin(command, time.monotonic())
+            try:
+                _write_file(f"{self.shell.directory}/command", content)
+            except OSError:
+                self.shell.take_back()
+                raise
             self._write(self.shell.line)
             return self._wait(soft, hard, listener)
 

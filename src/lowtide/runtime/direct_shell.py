@@ -63,9 +63,17 @@ class DirectShell:
         if self.shell.command is not None:
             return self.shell.refused(command, now)
         content = self.shell.begin(command, now)
-        await self._sandbox.write_file(f"{self.shell.directory}/command", content)
+        try:
+            await self._sandbox.write_file(f"{self.shell.directory}/command", content)
+        except BaseException:
+            self.shell.take_back()
+            raise
         self._listener = listener  # before the first output can come
-        await self._type(self.shell.line)
+        try:
+            await self._type(self.shell.line)
+        except LowtideError as error:
+            self._error = error  # the terminal is lost, and nobody knows whether it runs
+            raise
         return await self._wait(soft, hard, listener)
 
     async def read_on(

@@ -262,7 +262,11 @@ class Link:
         while size - at >= HEAD.size:
             length = int.from_bytes(data[at : at + 4], "little")
             if not 16 <= length <= PACKET + 16:
-                raise self._hostile("a packet of a wrong length" + _noise(buffer))
+                if self._proof is not None and not self._welcomed:
+                    # The engine's own words where the program should answer: mostly that the sandbox is ending.
+                    raise EOFError(_noise(buffer) or "what answered was not lowtide's program")
+                said = _noise(buffer)
+                raise self._hostile("a packet of a wrong length" + (f": {said}" if said else ""))
             if size - at - 4 < length:
                 break
             self._packet(memoryview(data)[at : at + 4 + length])
@@ -339,4 +343,4 @@ def _passing(error: LowtideError) -> bool:
 
 def _noise(buffer: bytearray) -> str:
     text = bytes(buffer[:200]).decode("utf-8", "replace").strip()
-    return f": {text}" if text.isprintable() and text else ""
+    return text if text.isprintable() else ""

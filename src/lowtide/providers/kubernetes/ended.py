@@ -101,14 +101,20 @@ class PodProcess:
         await self.wait()
 
     async def wait(self) -> int:
-        code = await self._process.wait()
-        if code in _WITH_ITS_SANDBOX and not self._signalled:
-            why = None
-            with suppress(errors.LowtideError):
-                why = await self._explain()
-            if why is not None:
-                raise why
+        try:
+            code = await self._process.wait()
+        except errors.SandboxUnavailableError as error:
+            if (why := await self._why()) is not None:
+                raise why from error
+            raise
+        if code in _WITH_ITS_SANDBOX and not self._signalled and (why := await self._why()) is not None:
+            raise why
         return code
+
+    async def _why(self) -> errors.LowtideError | None:
+        with suppress(errors.LowtideError):
+            return await self._explain()
+        return None
 
     async def write_stdin(self, data: bytes) -> None:
         await self._process.write_stdin(data)

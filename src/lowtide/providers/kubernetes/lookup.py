@@ -169,12 +169,21 @@ class Lookup:
                 if reason not in _STUCK:
                     continue
                 failures[event["metadata"]["name"]] = (reason, int(event.get("count") or 1))
-                if sum(count for seen, count in failures.values() if seen == reason) >= _STUCK_TIMES:
-                    return status.Trouble(reason=reason, message=str(event.get("message")))
+                if sum(count for seen, count in failures.values() if seen == reason) < _STUCK_TIMES:
+                    continue
+                problem = status.Trouble(reason=reason, message=str(event.get("message")))
+                if not await self._late_secret(namespace, name, problem):
+                    return problem
         except ApiError as error:
             log.info("no events of %s/%s can be read: %s", namespace, name, error)
         never: asyncio.Future[status.Trouble] = asyncio.get_running_loop().create_future()
         return await never  # without that right nobody says
+
+    async def _late_secret(self, namespace: str, name: str, problem: status.Trouble) -> bool:
+        """Whether it is only that a busy node does not see yet what was made before the pod."""
+        if f'secret "{name}" not found' not in problem.message:
+            return False
+        return await self.read(f"{objects.secrets(namespace)}/{name}") is not None
 
 
 def _leftover(thing: Json, sandbox_id: str) -> SandboxInfo:

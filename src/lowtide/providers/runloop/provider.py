@@ -200,14 +200,18 @@ class RunloopProvider(Calls):
         return self._keys.setdefault(sandbox_id, new_key())
 
     async def _open_channel(self, sandbox_id: str, first: bytes) -> ExecutionChannel:
-        def explain(error: errors.LowtideError) -> Awaitable[errors.LowtideError]:
-            return hosted.explained(
+        async def explain(error: errors.LowtideError) -> errors.LowtideError:
+            found = await hosted.explained(
                 error,
                 lambda: self.get(sandbox_id),
                 service=SERVICE,
                 sandbox_id=sandbox_id,
                 ambiguous=_AMBIGUOUS,
             )
+            if isinstance(found, errors.ValidationError):
+                # Nothing of the caller's is in these requests: the devbox is about to end, and its state lags behind.
+                return errors.SandboxUnavailableError(str(found), provider=PROVIDER, sandbox_id=sandbox_id)
+            return found
 
         channel = await open_channel(self.client(), sandbox_id, await self._door(sandbox_id), first, explain)
         channels = self._channels.setdefault(sandbox_id, set())
