@@ -159,7 +159,7 @@ class EndingsConformance(Conformance):
             patched.setattr(type(provider), "destroy", _failing(SandboxError("not today")))
             with pytest.raises(CleanupError):
                 session.close().result(ANSWER_SECONDS)
-            assert not is_gone(provider, box.sandbox_id)
+        # By then the guardian, which nobody patched, may have been quicker with what stayed.
         session.close().result(ANSWER_SECONDS)
         assert is_gone(provider, box.sandbox_id)
 
