@@ -19,7 +19,7 @@ from benchmarks.no_ledger import no_ledger
 from benchmarks.raw import RawBubblewrap
 from lowtide import Sandbox
 from lowtide.lifecycle.lease import Lease, LeaseState, Owner, new_lease_id
-from lowtide.lifecycle.ledger import SqliteLedger
+from lowtide.lifecycle.sqlite_ledger import SqliteLedger
 from lowtide.lifecycle.sweep import sweep
 from lowtide.providers import registry
 

@@ -245,7 +245,7 @@ def test_a_ledger_that_is_taken_away_under_a_living_owner(world: World, what: st
     world.guardian()
     made, ledger_id = owner.made(), world.ledger_id()
     if what == "replaced":  # by somebody's backup
-        from lowtide.lifecycle.ledger import SqliteLedger
+        from lowtide.lifecycle.sqlite_ledger import SqliteLedger
 
         SqliteLedger(tmp_path / "other.db").close()
         for rest in world.home.glob("ledger.db-*"):

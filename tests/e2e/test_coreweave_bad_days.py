@@ -30,7 +30,7 @@ from lowtide.errors import (
 from lowtide.lifecycle.end import recovery_spec
 from lowtide.lifecycle.lease import LeaseState, Outcome, new_lease_id
 from lowtide.lifecycle.leases import lifecycle
-from lowtide.lifecycle.ledger import SqliteLedger
+from lowtide.lifecycle.sqlite_ledger import SqliteLedger
 from lowtide.providers.base import Labels, SandboxSpec
 from lowtide.providers.coreweave import CoreWeaveProvider
 

@@ -16,7 +16,7 @@ from lowtide.emulators.handle import Handle
 from lowtide.engine import engine
 from lowtide.errors import SandboxNotFoundError
 from lowtide.lifecycle.lease import Lease, LeaseState
-from lowtide.lifecycle.ledger import SqliteLedger
+from lowtide.lifecycle.sqlite_ledger import SqliteLedger
 from lowtide.providers import registry
 from lowtide.providers.base import SandboxInfo, SandboxState
 from lowtide.providers.daytona import DaytonaProvider

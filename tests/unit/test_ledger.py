@@ -17,8 +17,8 @@ import pytest
 
 from lowtide.errors import LedgerError
 from lowtide.lifecycle.lease import Lease, LeaseState, new_lease_id
-from lowtide.lifecycle.ledger import SqliteLedger
 from lowtide.lifecycle.owner import Owner
+from lowtide.lifecycle.sqlite_ledger import SqliteLedger
 
 
 def lease(ledger: SqliteLedger, **fields: object) -> Lease:
@@ -112,7 +112,7 @@ CLAIMER = """
 import asyncio, sys
 from pathlib import Path
 from lowtide.lifecycle.lease import LeaseState
-from lowtide.lifecycle.ledger import SqliteLedger
+from lowtide.lifecycle.sqlite_ledger import SqliteLedger
 
 async def main():
     ledger = SqliteLedger(Path(sys.argv[1]))
@@ -128,7 +128,7 @@ WRITER = """
 import asyncio, sys
 from pathlib import Path
 from lowtide.lifecycle.lease import *
-from lowtide.lifecycle.ledger import SqliteLedger
+from lowtide.lifecycle.sqlite_ledger import SqliteLedger
 
 async def main():
     ledger = SqliteLedger(Path(sys.argv[1]))

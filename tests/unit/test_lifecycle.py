@@ -21,8 +21,8 @@ from lowtide.errors import (
 from lowtide.lifecycle.end import Claim
 from lowtide.lifecycle.lease import Keep, Lease, LeaseState, Outcome
 from lowtide.lifecycle.leases import Lifecycle
-from lowtide.lifecycle.ledger import SqliteLedger
 from lowtide.lifecycle.owner import Owner
+from lowtide.lifecycle.sqlite_ledger import SqliteLedger
 from lowtide.lifecycle.sweep import Action, sweep
 from lowtide.providers.base import Labels, SandboxSpec
 from lowtide.testing.faulty import FaultyProvider, FaultyService

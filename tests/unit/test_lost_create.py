@@ -23,7 +23,7 @@ from lowtide.errors import (
 )
 from lowtide.lifecycle.lease import LeaseState
 from lowtide.lifecycle.leases import Lifecycle
-from lowtide.lifecycle.ledger import SqliteLedger
+from lowtide.lifecycle.sqlite_ledger import SqliteLedger
 from lowtide.providers.base import SandboxSpec
 from lowtide.testing.faulty import FaultyProvider, FaultyService
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from lowtide import machine
-from lowtide.lifecycle.ledger import SqliteLedger
 from lowtide.lifecycle.owner import Owner, Standing
+from lowtide.lifecycle.sqlite_ledger import SqliteLedger
 
 SAY = "import json; from lowtide.lifecycle.owner import Owner; print(json.dumps(Owner.current().as_dict()), flush=True)"
 ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="makes namespaces as root")

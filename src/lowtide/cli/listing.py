@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from lowtide.cli.text import timestamp
 from lowtide.errors import LedgerError
 from lowtide.lifecycle.lease import Lease, LeaseState
-from lowtide.lifecycle.ledger import Ledger, SqliteLedger
+from lowtide.lifecycle.ledger import Ledger
 from lowtide.lifecycle.owner import Owner
+from lowtide.lifecycle.sqlite_ledger import SqliteLedger
 from lowtide.machine import home, machine_id
 
 if TYPE_CHECKING:

@@ -28,9 +28,9 @@ from lowtide.lifecycle.guardian_upkeep import Upkeep
 from lowtide.lifecycle.guardian_workers import Credentials, NoCredentials, Workers
 from lowtide.lifecycle.keep import Decision, Fate
 from lowtide.lifecycle.lease import Lease, LeaseState, Outcome
-from lowtide.lifecycle.ledger import SqliteLedger
 from lowtide.lifecycle.owner import Owner, Standing, Verdict
 from lowtide.lifecycle.owner_watch import OwnerWatch
+from lowtide.lifecycle.sqlite_ledger import SqliteLedger
 from lowtide.machine import machine_id
 
 log = logging.getLogger("lowtide.guardian")

@@ -14,7 +14,7 @@ from lowtide.lifecycle.backoff import Retries
 from lowtide.lifecycle.end import renew_lease
 from lowtide.lifecycle.guardian_workers import Workers
 from lowtide.lifecycle.lease import LEASE_SECONDS, Lease, LeaseState
-from lowtide.lifecycle.ledger import SqliteLedger
+from lowtide.lifecycle.sqlite_ledger import SqliteLedger
 
 log = logging.getLogger("lowtide.guardian")
 

@@ -32,7 +32,7 @@ from lowtide.lifecycle.ask_provider import Sighting, Testimony
 from lowtide.lifecycle.end import end_for_another, renew_lease
 from lowtide.lifecycle.keep import Decision, Fate
 from lowtide.lifecycle.lease import Lease, LeaseState, Outcome
-from lowtide.lifecycle.ledger import SqliteLedger
+from lowtide.lifecycle.sqlite_ledger import SqliteLedger
 from lowtide.providers import registry
 from lowtide.providers.base import Provider
 

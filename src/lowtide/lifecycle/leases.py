@@ -41,9 +41,10 @@ from lowtide.lifecycle.lease import (
     Outcome,
     new_lease_id,
 )
-from lowtide.lifecycle.ledger import OPEN_STATES, Ledger, SqliteLedger
+from lowtide.lifecycle.ledger import OPEN_STATES, Ledger
 from lowtide.lifecycle.owner import Owner
 from lowtide.lifecycle.provider_lifetime import with_lifetime
+from lowtide.lifecycle.sqlite_ledger import SqliteLedger
 from lowtide.machine import home
 from lowtide.providers.base import Provider, SandboxInfo, SandboxSpec
 
