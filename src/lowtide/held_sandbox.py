@@ -175,7 +175,7 @@ class HeldSandbox:
 
         What another process owns is left: the report says whose it is.
         """
-        from lowtide.lifecycle.end import Claim
+        from lowtide.lifecycle.claim import Claim
         from lowtide.lifecycle.leases import lifecycle
 
         if self.inherited:

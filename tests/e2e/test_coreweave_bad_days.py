@@ -27,9 +27,9 @@ from lowtide.errors import (
     SandboxGone,
     SandboxUnavailableError,
 )
-from lowtide.lifecycle.end import recovery_spec
 from lowtide.lifecycle.lease import LeaseState, Outcome, new_lease_id
 from lowtide.lifecycle.leases import lifecycle
+from lowtide.lifecycle.recover import recovery_spec
 from lowtide.lifecycle.sqlite_ledger import SqliteLedger
 from lowtide.providers.base import Labels, SandboxSpec
 from lowtide.providers.coreweave import CoreWeaveProvider

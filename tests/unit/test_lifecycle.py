@@ -18,7 +18,7 @@ from lowtide.errors import (
     SandboxUnavailableError,
     ValidationError,
 )
-from lowtide.lifecycle.end import Claim
+from lowtide.lifecycle.claim import Claim
 from lowtide.lifecycle.lease import Keep, Lease, LeaseState, Outcome
 from lowtide.lifecycle.leases import Lifecycle
 from lowtide.lifecycle.owner import Owner

@@ -12,7 +12,7 @@ from lowtide.cli.failures import exit_code, explain
 from lowtide.cli.text import clean, print_json
 from lowtide.defaults import default_provider
 from lowtide.errors import LowtideError, SandboxNotFoundError
-from lowtide.lifecycle.end import Claim
+from lowtide.lifecycle.claim import Claim
 from lowtide.lifecycle.lease import EndReport, LeaseState, Outcome
 from lowtide.lifecycle.leases import lifecycle
 from lowtide.operation import Operation

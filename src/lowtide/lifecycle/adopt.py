@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.errors import SandboxGone, SandboxOwnedError
 from lowtide.lifecycle import renew
-from lowtide.lifecycle.end import is_dead
+from lowtide.lifecycle.claim import is_dead
 from lowtide.lifecycle.held_lease import HeldLease
 from lowtide.lifecycle.lease import Lease, LeaseState
 from lowtide.lifecycle.provider_lifetime import lease_seconds

@@ -9,81 +9,40 @@ leaves it where it is.
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
-import os
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
-from datetime import datetime
 from typing import TypeVar
 
 from lowtide.errors import (
-    AuthenticationError,
     LedgerError,
     LowtideError,
-    RateLimitError,
     SandboxGone,
     SandboxNotFoundError,
-    ValidationError,
 )
 from lowtide.lifecycle import keep
-from lowtide.lifecycle.clock import Instant
+from lowtide.lifecycle.claim import OWNED, Claim, let_be, may_claim
 from lowtide.lifecycle.crash_points import point
 from lowtide.lifecycle.held_lease import HeldLease
 from lowtide.lifecycle.keep import Decision, Fate
-from lowtide.lifecycle.lease import LEASE_SECONDS, EndReport, Lease, LeaseState, Outcome, renewal_seconds
+from lowtide.lifecycle.lease import EndReport, Lease, LeaseState, Outcome
 from lowtide.lifecycle.ledger import Ledger
-from lowtide.lifecycle.owner import Owner, Standing
-from lowtide.providers.base import Labels, Provider, Renews, Replays, SandboxSpec, Snapshots, Stops
+from lowtide.lifecycle.owner import Owner
+from lowtide.lifecycle.provider_lifetime import extend_as_allowed
+from lowtide.lifecycle.recover import (
+    another_account,
+    is_shown,
+    patiently,
+    recover,
+    recovery_spec,
+    request_ended,
+)
+from lowtide.providers.base import Provider, SandboxSpec, Snapshots, Stops
 
 log = logging.getLogger("lowtide.lifecycle")
 
 T = TypeVar("T")
-
-OWNED = frozenset({LeaseState.INTENDED, LeaseState.LIVE, LeaseState.ENDING})
-"""The states in which a lease belongs to its owner. One that is kept or released is nobody's."""
-
-
-class Claim(enum.Enum):
-    """Which leases an end may touch."""
-
-    OWN = "own"  # those of this process: stop, close, exit, signals
-    UNOWNED = "unowned"  # and those that nobody owns any more: kept, released, orphaned
-    ANY = "any"  # whichever: somebody named it
-
-
-def may_claim(lease: Lease, provider: Provider, claim: Claim, me: Owner) -> bool:
-    """Whether that lease may be ended under this claim, by what its row says now."""
-    if lease.state is LeaseState.GONE:
-        return False
-    if claim is Claim.ANY or (lease.state in OWNED and lease.owner == me):
-        return True
-    if claim is Claim.OWN:
-        return False
-    return lease.state not in OWNED or is_dead(lease.owner.verdict().standing, provider)
-
-
-def is_dead(standing: Standing, provider: Provider) -> bool:
-    """Proven. A restart of the machine is the end of its processes, but a hosted sandbox may be a clone's by now."""
-    if standing is Standing.RESTARTED:
-        return not provider.traits.outlives_machine
-    return standing is Standing.DEAD
-
-
-def let_be(row: Lease | None, provider: Provider) -> EndReport:
-    """The report of an end that touches nothing: it is over already, or it is not ours to end."""
-    outcome, why = Outcome.LEFT, ""
-    if row is None or row.state is LeaseState.GONE:
-        outcome, why = Outcome.ALREADY_GONE, "it had already ended"
-    elif row.state is LeaseState.KEPT:
-        outcome, why = Outcome.KEPT, f"it is kept; end it with Sandbox.delete({row.sandbox_id!r})"
-    elif row.state is LeaseState.HANDED_OVER:
-        why = f"it was released; end it with Sandbox.delete({row.sandbox_id!r})"
-    else:
-        why = f"it belongs to process {row.owner.pid} on {row.owner.host}"
-    sandbox_id = row.sandbox_id if row is not None else None
-    return EndReport(outcome=outcome, sandbox_id=sandbox_id, provider=provider.name, seconds=0.0, why=why)
 
 
 async def end_lease(
@@ -132,7 +91,7 @@ async def end_lease(
                 before=guarded,
                 owned_by=owner,
                 why=decision.why,
-                **_request_ended(lease),
+                **request_ended(lease),
             )
             if claimed is None:
                 return replace(
@@ -144,7 +103,7 @@ async def end_lease(
             sandbox_id = (
                 claimed.sandbox_id
                 or known
-                or await _recover(ledger, provider, claimed, spec, answered=answered)
+                or await recover(ledger, provider, claimed, spec, answered=answered)
             )
             if sandbox_id is None:
                 await ledger.change(
@@ -229,31 +188,6 @@ async def end_for_another(
     return report
 
 
-async def is_shown(provider: Provider, lease: Lease, spec: SandboxSpec | None = None) -> bool:
-    """Whether the account at hand is the lease's, although its key may have been exchanged meanwhile.
-
-    The same fingerprint is. With another one the proof is the sandbox itself: it shows there, with the
-    lease's own labels. That it does not show proves nothing, so then nothing is settled.
-    """
-    if provider.account == lease.account:
-        return True
-    shown = await _patiently(
-        f"looking for {lease.lease_id} with another key",
-        lambda: provider.find(spec or recovery_spec(lease)),
-    )
-    labels = Labels.from_dict(shown.labels) if shown is not None else None
-    return labels is not None and (labels.lease_id, labels.ledger_id) == (lease.lease_id, lease.ledger_id)
-
-
-def another_account(provider: Provider, lease: Lease) -> AuthenticationError:
-    return AuthenticationError(
-        f"{lease.sandbox_id or lease.lease_id} was made with another {provider.name} key, and the one at hand does not "
-        "show it: it has ended, or belongs to another account. Set the key it was made with and run: lowtide sweep",
-        provider=provider.name,
-        sandbox_id=lease.sandbox_id,
-    )
-
-
 async def end_without_row(
     ledger: Ledger,
     held: HeldLease,
@@ -283,7 +217,7 @@ async def end_without_row(
                 if for_another:
                     raise
                 log.warning("lease %s: %s", lease.lease_id, error)
-            sandbox_id = lease.sandbox_id or await _recover(
+            sandbox_id = lease.sandbox_id or await recover(
                 ledger, provider, lease, held.spec or recovery_spec(lease), answered=False
             )
             ended = sandbox_id is not None and await _destroy(provider, sandbox_id, grace_seconds)
@@ -304,81 +238,14 @@ def _text(error: Exception) -> str:
     return str(error) if isinstance(error, LowtideError | OSError) else f"{type(error).__name__}: {error}"
 
 
-def _request_ended(lease: Lease) -> dict[str, Instant]:
-    """For a create whose answer is not known: when its request ended, or that it has by now."""
-    if lease.sandbox_id is not None:
-        return {}
-    known = lease.request_ended
-    return {"request_ended": known if known is not None and known.elapsed() is not None else Instant.now()}
-
-
-async def _recover(
-    ledger: Ledger, provider: Provider, lease: Lease, spec: SandboxSpec, *, answered: bool
-) -> str | None:
-    """The id of what a create with a lost answer made; None once it has surely made nothing.
-
-    What was asked for may appear for as long as the create window after the request has ended, unless the
-    provider can take the request's key: then it shows at once, or cannot appear at all.
-    """
-    delay = 0.05
-    ended = _request_ended(lease).get("request_ended") or Instant.now()
-    while True:
-        found = await _patiently(f"looking for {lease.lease_id}", lambda: provider.find(spec))
-        if found is None and not answered and isinstance(provider, Replays):
-            point("recover:replay")
-            found = await _patiently(f"replaying {lease.lease_id}", lambda: provider.replay(spec))
-            point("recover:replayed")
-        if found is not None:
-            try:
-                await ledger.note(
-                    lease.lease_id, f"found {found.sandbox_id} again", sandbox_id=found.sandbox_id
-                )
-            except LedgerError as error:  # it is known here, and that is enough to end it
-                log.warning("lease %s: %s", lease.lease_id, error)
-            return found.sandbox_id
-        if answered:
-            return None
-        left = _create_window_seconds(provider) - (ended.elapsed() or 0.0)
-        if left <= 0:
-            return None
-        await asyncio.sleep(min(delay, left + 0.01))
-        delay = min(delay * 1.6, 5.0)
-
-
-def _create_window_seconds(provider: Provider) -> float:
-    """The provider's own, or LOWTIDE_CREATE_WINDOW_SECONDS where that is shorter: for tests on one machine."""
-    window = provider.traits.create_window_seconds
-    try:
-        return min(window, float(os.environ["LOWTIDE_CREATE_WINDOW_SECONDS"]))
-    except (KeyError, ValueError):
-        return window
-
-
 async def _destroy(provider: Provider, sandbox_id: str, grace_seconds: float) -> bool:
     try:
-        return await _patiently(
+        return await patiently(
             f"destroying {provider.name} {sandbox_id}",
             lambda: provider.destroy(sandbox_id, grace_seconds=grace_seconds),
         )
     except (SandboxNotFoundError, SandboxGone):
         return False
-
-
-async def _patiently(what: str, call: Callable[[], Awaitable[T]]) -> T:
-    """Call it, again while the fault may pass. The caller's deadline bounds it."""
-    delay = 0.1
-    while True:
-        try:
-            return await call()
-        except LowtideError as error:
-            if not error.retryable:
-                raise
-            wait = delay
-            if isinstance(error, RateLimitError) and error.retry_after_seconds is not None:
-                wait = max(delay, error.retry_after_seconds)
-            log.info("%s: %s; trying again in %.1f s", what, error, wait)
-        await asyncio.sleep(wait)
-        delay = min(delay * 2, 5.0)
 
 
 async def _leave(
@@ -422,54 +289,3 @@ async def _leave(
         await ledger.note(lease.lease_id, "", expires_at=lives_until)
     keep.announce(changed, why=decision.why, until=until, lives_until=lives_until)
     return Outcome.STOPPED if decision.fate is Fate.STOP and isinstance(provider, Stops) else Outcome.KEPT
-
-
-async def extend(provider: Provider, sandbox_id: str, seconds: float) -> float | None:
-    """Move the provider-side lifetime that far; the new expiry where the provider can."""
-    if not isinstance(provider, Renews):
-        return None
-    most = provider.traits.max_lifetime_seconds
-    until: datetime | None = await provider.renew(sandbox_id, min(seconds, most) if most else seconds)
-    return until.timestamp() if until is not None else None
-
-
-async def extend_as_allowed(provider: Provider, lease: Lease, seconds: float) -> float | None:
-    """As `extend`; where an account allows less than its provider, half of it, until that is no more than a renewal."""
-    while lease.sandbox_id is not None:
-        try:
-            return await extend(provider, lease.sandbox_id, seconds)
-        except ValidationError:
-            least = lease.lifetime_seconds or LEASE_SECONDS
-            if seconds <= least:
-                raise
-            seconds = max(least, seconds / 2)
-    return None
-
-
-async def renew_lease(ledger: Ledger, provider: Provider, lease: Lease) -> Lease | None:
-    """Move the provider-side lifetime of a live lease, and write that down. Whoever keeps or releases it meanwhile
-    has the last word, though the provider may have heard us last: then its lifetime is moved there again."""
-    if lease.sandbox_id is None:
-        return None
-    asked = Instant.now()
-    until = await extend(provider, lease.sandbox_id, renewal_seconds(lease))
-    noted = await ledger.change(
-        lease.lease_id, LeaseState.LIVE, before={LeaseState.LIVE}, expires_at=until, renewed=asked
-    )
-    row = noted or await ledger.get(lease.lease_id)
-    if row is not None and row.state in (LeaseState.KEPT, LeaseState.HANDED_OVER):
-        left = row.keep_for_seconds if row.kept_until is None else max(1.0, row.kept_until - time.time())
-        until = await extend_as_allowed(provider, lease, left)
-        await ledger.note(lease.lease_id, "", expires_at=until)
-    return noted
-
-
-def recovery_spec(lease: Lease) -> SandboxSpec:
-    """Enough of the create call to find what it made; for a replaying provider also to replay it."""
-    known = dict(lease.recovery)
-    return SandboxSpec(
-        labels=lease.labels,
-        image=known.get("image"),
-        snapshot=known.get("snapshot"),
-        lifetime_seconds=lease.lifetime_seconds,
-    )

@@ -11,9 +11,9 @@ from lowtide.errors import SandboxGone, SandboxNotFoundError
 from lowtide.lifecycle import ask_provider, clock
 from lowtide.lifecycle.ask_provider import Sighting, Testimony
 from lowtide.lifecycle.backoff import Retries
-from lowtide.lifecycle.end import renew_lease
 from lowtide.lifecycle.guardian_workers import Workers
 from lowtide.lifecycle.lease import LEASE_SECONDS, Lease, LeaseState
+from lowtide.lifecycle.provider_lifetime import renew_lease
 from lowtide.lifecycle.sqlite_ledger import SqliteLedger
 
 log = logging.getLogger("lowtide.guardian")

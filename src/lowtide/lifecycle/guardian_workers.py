@@ -29,9 +29,10 @@ from lowtide.errors import (
 )
 from lowtide.lifecycle import ask_provider
 from lowtide.lifecycle.ask_provider import Sighting, Testimony
-from lowtide.lifecycle.end import end_for_another, renew_lease
+from lowtide.lifecycle.end import end_for_another
 from lowtide.lifecycle.keep import Decision, Fate
 from lowtide.lifecycle.lease import Lease, LeaseState, Outcome
+from lowtide.lifecycle.provider_lifetime import renew_lease
 from lowtide.lifecycle.sqlite_ledger import SqliteLedger
 from lowtide.providers import registry
 from lowtide.providers.base import Provider

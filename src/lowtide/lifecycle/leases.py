@@ -12,24 +12,21 @@ import logging
 import os
 import time
 from collections.abc import Collection, Coroutine, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lowtide import engine
 from lowtide.errors import (
     LedgerError,
-    LowtideError,
-    RateLimitError,
-    RequestTimeoutError,
     SandboxGone,
     SandboxNotFoundError,
-    SandboxUnavailableError,
 )
-from lowtide.lifecycle import adopt, keep, renew, retry_ends, signals
+from lowtide.lifecycle import adopt, create, keep, renew, retry_ends, signals
+from lowtide.lifecycle.claim import Claim, let_be, may_claim
 from lowtide.lifecycle.clock import Instant
 from lowtide.lifecycle.crash_points import point
-from lowtide.lifecycle.end import Claim, end_lease, end_without_row, extend_as_allowed, let_be, may_claim
+from lowtide.lifecycle.end import end_lease, end_without_row
 from lowtide.lifecycle.guardian_link import GuardianLink
 from lowtide.lifecycle.held_lease import HeldLease
 from lowtide.lifecycle.keep import Decision, Fate
@@ -41,9 +38,9 @@ from lowtide.lifecycle.lease import (
     Outcome,
     new_lease_id,
 )
-from lowtide.lifecycle.ledger import OPEN_STATES, Ledger
+from lowtide.lifecycle.ledger import Ledger
 from lowtide.lifecycle.owner import Owner
-from lowtide.lifecycle.provider_lifetime import with_lifetime
+from lowtide.lifecycle.provider_lifetime import extend_as_allowed, with_lifetime
 from lowtide.lifecycle.sqlite_ledger import SqliteLedger
 from lowtide.machine import home
 from lowtide.providers.base import Provider, SandboxInfo, SandboxSpec
@@ -107,7 +104,7 @@ class Lifecycle:
         lease, spec = with_lifetime(provider, keep.switched(lease), spec)
         self.prepare(provider)
         held = self.held[lease.lease_id] = HeldLease(provider, lease, spec)
-        creating = held.creating = asyncio.ensure_future(self._create(held, spec))
+        creating = held.creating = asyncio.ensure_future(create.create(self, held, spec))
         self.look_after()
         try:
             # Shielded: when our caller is cancelled the request is already on its way. It is seen
@@ -115,7 +112,7 @@ class Lifecycle:
             return await asyncio.shield(creating)
         except asyncio.CancelledError:
             if creating.cancelled():  # not our caller: an end gave the request up
-                raise _ended_while_created(provider, lease.lease_id) from None
+                raise create.ended_while_created(provider, lease.lease_id) from None
             self._in_background(self.end(provider, lease.lease_id, grace_seconds=0.0, force=True))
             raise
 
@@ -124,88 +121,6 @@ class Lifecycle:
         signals.install(self._end_everything, len(self.held) + 1)
         if self.guardian is not None:
             self.guardian.wanted(provider)
-
-    async def _create(self, held: HeldLease, spec: SandboxSpec) -> SandboxInfo:
-        provider, lease = held.provider, held.lease
-        point("create:before-intent")
-        try:
-            await self.ledger.intend(lease, durable=provider.traits.outlives_machine)
-        except BaseException:  # not written down: so the provider is not asked
-            self.held.pop(lease.lease_id, None)
-            raise
-        point("create:intended")
-        asked = Instant.now()
-        try:
-            info = await provider.create(spec)
-        except BaseException as error:
-            held.lease = replace(lease, request_ended=Instant.now())
-            if isinstance(error, LowtideError) and error.nothing_sent:
-                await self._never_asked(held, f"refused: {error}")
-            elif held.ending is None:
-                # The answer is lost or says no: either way something may exist. Look, and end it.
-                why = f"create failed: {str(error) or type(error).__name__}"
-                decision = Decision(Fate.DESTROY, why)
-                self._start_end(held, decision, Claim.OWN, answered=_is_answer(error))
-            raise
-        point("create:answered")
-        try:
-            live = await self.ledger.change(
-                lease.lease_id,
-                LeaseState.LIVE,
-                before={LeaseState.INTENDED},
-                owned_by=self.owner,
-                sandbox_id=info.sandbox_id,
-                renewed=asked,
-            )
-        except LedgerError as error:
-            held.lease = replace(lease, sandbox_id=info.sandbox_id)
-            raise await self._made_but_not_written(held, error) from error
-        point("create:live")
-        if live is None:
-            # Somebody ended the lease while the request was on its way. The loser destroys what it holds.
-            held.lease = replace(lease, sandbox_id=info.sandbox_id)
-            await self._destroy_late(held, info.sandbox_id)
-            raise _ended_while_created(provider, info.sandbox_id)
-        held.lease = live
-        log.info("lease %s (%s): live as %s", lease.lease_id, provider.name, info.sandbox_id)
-        return info
-
-    async def _never_asked(self, held: HeldLease, why: str) -> None:
-        """Settle the row of a create that failed before anything was sent."""
-        lease_id = held.lease.lease_id
-        try:
-            await self.ledger.change(lease_id, LeaseState.GONE, before=OPEN_STATES, why=why)
-        except LedgerError as error:
-            log.warning("lease %s: %s", lease_id, error)
-            self._start_end(held, Decision(Fate.DESTROY, why), Claim.OWN, answered=True)
-            return
-        self.held.pop(lease_id, None)
-
-    async def _made_but_not_written(self, held: HeldLease, error: LedgerError) -> LedgerError:
-        """The provider has made it, and its id cannot be written down: so it must not stay."""
-        held.creating = None  # it has its answer; the end has nothing to wait for
-        report = await asyncio.shield(
-            self._start_end(held, Decision(Fate.DESTROY, "its row could not be written"), Claim.OWN)
-        )
-        became = "was ended again"
-        if report.outcome is Outcome.FAILED:
-            became = f"could not be ended yet ({report.why}) and is tried again while this process lives"
-        return LedgerError(
-            f"{error}; sandbox {held.lease.sandbox_id}, which had just been made, {became}",
-            provider=held.provider.name,
-            sandbox_id=held.lease.sandbox_id,
-            retryable=error.retryable,
-        )
-
-    async def _destroy_late(self, held: HeldLease, sandbox_id: str) -> None:
-        try:
-            await self.ledger.note(held.lease.lease_id, "created after its end", sandbox_id=sandbox_id)
-        except LedgerError as error:
-            log.warning("lease %s: %s", held.lease.lease_id, error)
-        try:
-            await held.provider.destroy(sandbox_id)
-        except LowtideError as error:  # the row is ENDING and is tried again
-            log.warning("destroying %s %s: %s", held.provider.name, sandbox_id, error)
 
     # Ending.
 
@@ -245,7 +160,7 @@ class Lifecycle:
                 decision = Decision(Fate.DESTROY, "ended on request")
             else:
                 decision = keep.decide(held.lease, failed=failed)
-            self._start_end(
+            self.start_end(
                 held,
                 decision,
                 claim,
@@ -257,9 +172,10 @@ class Lifecycle:
         # Shielded: cancelling one caller must not leave the sandbox half ended for the others.
         return await asyncio.shield(held.ending)
 
-    def _start_end(
+    def start_end(
         self, held: HeldLease, decision: Decision, claim: Claim, **how: Any
     ) -> asyncio.Task[EndReport]:
+        """For all who want it ended: they wait for the same."""
         held.ending = asyncio.ensure_future(self.end_held(held, decision, claim, **how))
         held.ending.add_done_callback(_look_at_failure)
         return held.ending
@@ -392,24 +308,9 @@ class Lifecycle:
         """What is held from now on is renewed, and let go of when it gets another owner."""
         if not self._settled_earlier:
             self._settled_earlier = True
-            self._in_background(self._end_what_exec_left())
+            self._in_background(retry_ends.what_exec_left(self))
         if self._renewing is None or self._renewing.done():
             self._renewing = asyncio.ensure_future(renew.while_holding(self))
-
-    async def _end_what_exec_left(self) -> None:
-        """Leases of this process from before its exec. Those of a twin (a subinterpreter) are not ours to end."""
-        for lease in await self.ledger.leases():
-            if lease.state is LeaseState.KEPT or not lease.owner.replaced_by(self.owner):
-                continue
-            held = next((h for h in self.held.values() if h.lease.provider == lease.provider), None)
-            if held is not None:
-                await end_lease(
-                    self.ledger,
-                    held.provider,
-                    lease,
-                    owner=lease.owner,
-                    decision=keep.decide(lease, failed=True),
-                )
 
     def write_again(self, unsettled: list[Lease] | None) -> None:
         """The ledger was removed or replaced: what was open in it is in it again."""
@@ -466,23 +367,6 @@ def _unfinished(held: HeldLease, seconds: float) -> EndReport:
         seconds=seconds,
         why=f"not confirmed within {seconds:g} s",
     )
-
-
-def _ended_while_created(provider: Provider, what: str) -> SandboxGone:
-    return SandboxGone(
-        f"sandbox {what} was ended while it was being created",
-        provider=provider.name,
-        sandbox_id=what,
-        reason="ended",
-    )
-
-
-def _is_answer(error: BaseException) -> bool:
-    """Whether the provider has said no, so that nothing can appear any more; else the answer is lost."""
-    if isinstance(error, RateLimitError):
-        return True
-    lost = (SandboxUnavailableError, RequestTimeoutError)
-    return isinstance(error, LowtideError) and not isinstance(error, lost)
 
 
 def _look_at_failure(task: asyncio.Task[Any]) -> None:

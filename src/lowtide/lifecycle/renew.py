@@ -6,9 +6,9 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from lowtide.lifecycle.end import renew_lease
 from lowtide.lifecycle.held_lease import HeldLease
 from lowtide.lifecycle.lease import LEASE_SECONDS, Lease, LeaseState
+from lowtide.lifecycle.provider_lifetime import renew_lease
 
 if TYPE_CHECKING:
     from lowtide.lifecycle.leases import Lifecycle

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from lowtide.errors import LedgerError
 from lowtide.lifecycle import ask_provider, keep
 from lowtide.lifecycle.ask_provider import Testimony
-from lowtide.lifecycle.end import another_account, end_lease, is_shown
+from lowtide.lifecycle.end import end_lease
 from lowtide.lifecycle.keep import Decision, Fate
 from lowtide.lifecycle.lease import Lease, LeaseState, Outcome
 from lowtide.lifecycle.ledger import OPEN_STATES, Ledger
 from lowtide.lifecycle.owner import Standing
+from lowtide.lifecycle.recover import another_account, is_shown
 from lowtide.providers.base import LABEL_PREFIX, Labels, Provider, SandboxInfo
 
 log = logging.getLogger("lowtide.sweep")
