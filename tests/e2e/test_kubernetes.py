@@ -332,6 +332,7 @@ async def test_a_refused_pod_leaves_no_policy(node: Node) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.alone
 async def test_a_hundred_pods_at_once(node: Node) -> None:
     capacity = await node.kube("GET", "/api/v1/nodes")
     room = sum(int(one["status"]["allocatable"]["pods"]) for one in capacity["items"])

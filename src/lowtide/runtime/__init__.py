@@ -1,6 +1,7 @@
 """The agent's view of a sandbox: `connect()`, `run(action)`, `close()`, the same on every provider."""
 
-from lowtide.runtime.base import Runtime, RuntimeConfig
+from lowtide.runtime.base import Runtime
+from lowtide.runtime.config import RuntimeConfig
 from lowtide.runtime.coreweave import CoreWeaveRuntime
 from lowtide.runtime.daytona import DaytonaRuntime
 from lowtide.runtime.docker import DockerRuntime

@@ -7,31 +7,19 @@ The same on every provider; a provider's own module says only what differs there
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lowtide import block_exit, validate
 from lowtide.actionserver.models import (
     DEFAULT_SESSION,
     Action,
-    Download,
-    Edit,
-    ErrorObservation,
     InvalidAction,
-    ListFiles,
     Observation,
-    Read,
-    Run,
-    RunIPython,
-    RunObservation,
-    Upload,
-    Write,
 )
-from lowtide.actionserver.shell import quote
 from lowtide.errors import (
     LowtideError,
     SandboxError,
@@ -42,6 +30,9 @@ from lowtide.errors import (
 from lowtide.operation import Operation, generation
 from lowtide.providers.base import Capability, SandboxState, Url
 from lowtide.runtime import keys
+from lowtide.runtime.action_calls import ActionCalls
+from lowtide.runtime.backend import Backend
+from lowtide.runtime.config import RuntimeConfig
 from lowtide.runtime.events import Step, Transcript, read_transcript, sink
 from lowtide.sandbox import Sandbox
 
@@ -57,67 +48,7 @@ _INSIDE_SECONDS = 5.0
 _CLOSE_SECONDS = 120.0
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RuntimeConfig:
-    """What a runtime's sandbox is made with, and how long things may take."""
-
-    container_image: str | None = None
-    working_dir: str | None = None
-    """Where the agent works; made if it is not there. None: where the provider starts commands."""
-    environment_variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    workspace_mount: str | None = None
-    """A directory of this machine to work in. No provider here mounts one: it is warned about and left out."""
-    provider_options: Mapping[str, Any] | Any | None = None
-    sandbox: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Any other keyword of `Sandbox`: tags, resources, network…"""
-    connect_timeout_seconds: float = 120.0
-    """For all of `connect`: create, start, reach."""
-    transport: str = "inside"
-    """How the action server is reached: "inside" needs no address of the sandbox, "url" takes the provider's."""
-
-    def __post_init__(self) -> None:
-        if self.transport not in ("inside", "url"):
-            raise ValidationError(
-                f"transport must be 'inside' or 'url', not {self.transport!r}", argument="transport"
-            )
-        validate.seconds("connect_timeout_seconds", self.connect_timeout_seconds)
-
-    @classmethod
-    def of(cls, config: RuntimeConfig | Mapping[str, Any] | None) -> RuntimeConfig:
-        if config is None:
-            return cls()
-        if isinstance(config, RuntimeConfig):
-            return config
-        known = {field.name for field in dataclasses.fields(cls)}
-        for key in config:
-            if key not in known:
-                raise ValidationError(
-                    f"unknown setting {key!r}; known are {', '.join(sorted(known))}", argument="config"
-                )
-        return cls(**config)
-
-
-class Backend(Protocol):
-    """How actions reach the sandbox: through the action server, or directly."""
-
-    async def open(self, *, attach: bool) -> None: ...
-
-    async def execute(self, action: Action, on_output: Callable[[str], None] | None) -> Observation: ...
-
-    async def cancel(self, session: str, grace_seconds: float) -> bool: ...
-
-    async def url(self) -> Url: ...
-
-    async def editor_url(self) -> str | None: ...
-
-    async def stop_inside(self, seconds: float) -> None: ...
-
-    async def last_log(self) -> str: ...
-
-    async def aclose(self) -> None: ...
-
-
-class Runtime:
+class Runtime(ActionCalls):
     """One agent's sandbox. `sid` finds it again; `attach_to_existing` takes one that is there, and leaves it."""
 
     provider: ClassVar[str]
@@ -235,83 +166,9 @@ class Runtime:
         """The editor in the browser, or None where the image has none."""
         return Operation.start(self._open_backend().editor_url())
 
-    # Actions.
-
-    def run(
-        self, action: Action, *, on_output: Callable[[str], None] | None = None
-    ) -> Operation[Observation]:
-        """Any action. `on_output` gets a command's output as it appears, on lowtide's own thread."""
-        return Operation.start(self._run(action, on_output))
-
-    def run_command(
-        self,
-        command: str,
-        *,
-        timeout: float | None = None,
-        session: str = DEFAULT_SESSION,
-        is_input: bool = False,
-        is_static: bool = False,
-        blocking: bool = False,
-        cwd: str | None = None,
-        no_change_timeout: float | None = None,
-        on_output: Callable[[str], None] | None = None,
-    ) -> Operation[RunObservation | ErrorObservation]:
-        """A command in the session's shell: `.content`, `.exit_code`, `.metadata`. See `Run`."""
-        action = Run(
-            command=command,
-            timeout=timeout,
-            session=session,
-            is_input=is_input,
-            is_static=is_static,
-            blocking=blocking,
-            cwd=cwd,
-            no_change_timeout=no_change_timeout,
-        )
-        return self.run(action, on_output=on_output)  # type: ignore[return-value]
-
-    def run_ipython(
-        self, code: str, *, timeout: float | None = None, session: str = DEFAULT_SESSION
-    ) -> Operation[Observation]:
-        return self.run(RunIPython(code=code, timeout=timeout, session=session))
-
-    def read(
-        self, path: str, *, start: int = 0, end: int = -1, view_range: Sequence[int] | None = None
-    ) -> Operation[Observation]:
-        shown = list(view_range) if view_range is not None else None
-        return self.run(Read(path=path, start=start, end=end, view_range=shown))
-
-    def write(self, path: str, content: str, *, start: int = 0, end: int = -1) -> Operation[Observation]:
-        return self.run(Write(path=path, content=content, start=start, end=end))
-
-    def edit(self, command: str, path: str, **arguments: Any) -> Operation[Observation]:
-        """view, create, str_replace, insert or undo_edit; see `Edit` for the arguments."""
-        return self.run(Edit(command=command, path=path, **arguments))
-
-    def list_files(self, path: str = ".") -> Operation[Observation]:
-        return self.run(ListFiles(path=path))
-
-    def upload(self, source: str | os.PathLike[str], destination: str) -> Operation[Observation]:
-        """A file or directory of this machine into that directory of the sandbox."""
-        return self.run(Upload(source=os.fspath(source), destination=destination))
-
-    def download(
-        self, path: str, destination: str | os.PathLike[str] | None = None
-    ) -> Operation[Observation]:
-        """A file or directory of the sandbox as a zip; its place is `.destination`."""
-        where = os.fspath(destination) if destination is not None else None
-        return self.run(Download(path=path, destination=where))
-
     def cancel(self, session: str = DEFAULT_SESSION, *, grace_seconds: float = 2.0) -> Operation[bool]:
         """End the session's running command: Ctrl+C, then TERM, then KILL. False when none runs."""
         return Operation.start(self._open_backend().cancel(session, grace_seconds))
-
-    def add_env_vars(
-        self, variables: Mapping[str, str], *, session: str = DEFAULT_SESSION
-    ) -> Operation[RunObservation | ErrorObservation]:
-        """Set for all later commands of the session."""
-        checked = validate.environment("variables", variables)
-        exports = "\n".join(f"export {name}={quote(value)}" for name, value in checked.items())
-        return self.run_command(exports or ":", session=session)
 
     def replay(self, path: str | os.PathLike[str]) -> Operation[list[tuple[Step, Observation]]]:
         """Run the actions of a transcript again, in order: each step as it was, and what came of it now."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from lowtide.runtime.base import Runtime
 
 if TYPE_CHECKING:
-    from lowtide.runtime.base import Backend
+    from lowtide.runtime.backend import Backend
     from lowtide.sandbox import Sandbox
 
 
