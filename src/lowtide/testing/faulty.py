@@ -15,17 +15,14 @@ Commands run on this machine without any isolation: use it for tests of clean-up
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar, Self
-from urllib.parse import quote
 
 from lowtide.engine import children_take_signals
 from lowtide.errors import (
@@ -41,19 +38,17 @@ from lowtide.errors import (
 )
 from lowtide.providers import hosted
 from lowtide.providers.base import (
-    STDERR,
-    STDOUT,
     Capability,
     ProcessHandle,
     ProcessSpec,
     Recovery,
     SandboxInfo,
     SandboxSpec,
-    SandboxState,
-    TerminalSize,
     Traits,
     nothing_sent,
 )
+from lowtide.testing import faulty_records as records
+from lowtide.testing.faulty_process import FaultyProcess
 
 FAULTS = {
     "create": "lose_answer hold_seconds commit_after_seconds refuse raises rate_limit fail die",
@@ -80,7 +75,7 @@ class FaultyService:
         self.directory = Path(directory)
         (self.directory / "sandboxes").mkdir(parents=True, exist_ok=True)
         (self.directory / "faults").mkdir(exist_ok=True)
-        _now(self.directory)  # its clock begins
+        records.now(self.directory)  # its clock begins
         self._before: str | None = None
 
     def __enter__(self) -> Self:
@@ -109,32 +104,32 @@ class FaultyService:
         if not what or any(key not in allowed for key in what):
             raise ValueError(f"{call} can be made to: {', '.join(allowed)}")
         path = self.directory / "faults" / f"{call}.json"
-        with _locked(self.directory):
+        with records.locked(self.directory):
             queue = json.loads(path.read_text()) if path.exists() else []
             path.write_text(json.dumps(queue + [what] * times))
 
     def pending(self) -> list[str]:
         """The calls of which a fault is still to come: empty when every fault has struck."""
-        with _locked(self.directory):
+        with records.locked(self.directory):
             paths = sorted((self.directory / "faults").glob("*.json"))
             return [path.stem for path in paths for _ in json.loads(path.read_text())]
 
     def clear(self) -> None:
         """No more faults."""
-        with _locked(self.directory):
+        with records.locked(self.directory):
             for path in (self.directory / "faults").glob("*.json"):
                 path.unlink()
 
     def move_clock(self, seconds: float) -> None:
         """Let that much time pass for the service: lifetimes run out, lists catch up."""
         path = self.directory / "clock"
-        with _locked(self.directory):
-            path.write_text(str(_offset(self.directory) + seconds))
+        with records.locked(self.directory):
+            path.write_text(str(records.offset(self.directory) + seconds))
 
     def sandboxes(self) -> list[str]:
         """The ids of everything that exists and has not run out."""
-        with _locked(self.directory):
-            return sorted(record["id"] for record in _records(self.directory))
+        with records.locked(self.directory):
+            return sorted(record["id"] for record in records.existing(self.directory))
 
     def exchange_key(self, key: str) -> None:
         """From now on only this ``LOWTIDE_FAULTY_KEY`` is valid; before the first call, every one is."""
@@ -142,7 +137,9 @@ class FaultyService:
 
     def make_foreign(self, name: str, labels: Mapping[str, str] | None = None) -> str:
         """A sandbox that somebody else made on the same account."""
-        _write(self.directory, {"id": name, "labels": dict(labels or {}), "created": _now(self.directory)})
+        records.write(
+            self.directory, {"id": name, "labels": dict(labels or {}), "created": records.now(self.directory)}
+        )
         return name
 
     def wait_until_empty(
@@ -205,7 +202,7 @@ class FaultyProvider:
         _die_if(fault, "before")
         if "commit_after_seconds" in fault:
             held, late = float(fault.get("hold_seconds", 0.0)), float(fault["commit_after_seconds"])
-            self._commit(spec, visible_from=_now(self._directory) + held + late)
+            self._commit(spec, visible_from=records.now(self._directory) + held + late)
             await asyncio.sleep(held)
             raise SandboxUnavailableError("the connection dropped", provider=self.name)
         info = self._commit(spec)
@@ -229,14 +226,14 @@ class FaultyProvider:
         if "blind" in fault:
             return None
         record = self._read(spec.lease_id)
-        return _info(record) if record else None
+        return records.info(record) if record else None
 
     async def get(self, sandbox_id: str) -> SandboxInfo:
         await self._maybe("get")
         record = self._read(sandbox_id)
         if record is None:
             raise SandboxNotFoundError(f"no sandbox {sandbox_id}", provider=self.name, sandbox_id=sandbox_id)
-        return _info(record)
+        return records.info(record)
 
     async def wait_ready(self, sandbox_id: str) -> SandboxInfo:
         try:
@@ -246,12 +243,12 @@ class FaultyProvider:
 
     async def list(self, labels: Mapping[str, str]) -> AsyncIterator[SandboxInfo]:
         fault = await self._maybe("list")
-        newest = _now(self._directory) - float(fault.get("lag_seconds", 0.0))
-        with _locked(self._directory):
-            records = _records(self._directory)
-        for record in records:
+        newest = records.now(self._directory) - float(fault.get("lag_seconds", 0.0))
+        with records.locked(self._directory):
+            shown = records.existing(self._directory)
+        for record in shown:
             if labels.items() <= record["labels"].items() and record["created"] <= newest:
-                yield _info(record)
+                yield records.info(record)
 
     async def destroy(self, sandbox_id: str, *, grace_seconds: float = 0.0) -> bool:
         fault = self._next_fault("destroy")
@@ -268,9 +265,9 @@ class FaultyProvider:
                 provider=self.name,
                 sandbox_id=sandbox_id,
             )
-        with _locked(self._directory):
-            there = any(record["id"] == sandbox_id for record in _records(self._directory))
-            _path(self._directory, sandbox_id).unlink(missing_ok=True)
+        with records.locked(self._directory):
+            there = any(record["id"] == sandbox_id for record in records.existing(self._directory))
+            records.path_of(self._directory, sandbox_id).unlink(missing_ok=True)
         _die_if(fault, "committed")
         return there
 
@@ -279,9 +276,9 @@ class FaultyProvider:
         record = self._read(sandbox_id)
         if record is None:
             raise SandboxNotFoundError(f"no sandbox {sandbox_id}", provider=self.name, sandbox_id=sandbox_id)
-        until = _now(self._directory) + lifetime_seconds
-        with _locked(self._directory):
-            _write(self._directory, {**record, "expires": until})
+        until = records.now(self._directory) + lifetime_seconds
+        with records.locked(self._directory):
+            records.write(self._directory, {**record, "expires": until})
         return datetime.fromtimestamp(until, UTC)
 
     async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> ProcessHandle:
@@ -314,7 +311,7 @@ class FaultyProvider:
                     )
                 ),
             )
-        return _Process(process)
+        return FaultyProcess(process)
 
     async def read_file(self, sandbox_id: str, path: str) -> AsyncIterator[bytes]:
         record = self._read(sandbox_id) or {}
@@ -335,8 +332,8 @@ class FaultyProvider:
         record = self._read(sandbox_id)
         if record is None:
             raise SandboxGone(f"sandbox {sandbox_id} is gone", provider=self.name, sandbox_id=sandbox_id)
-        with _locked(self._directory):
-            _write(self._directory, {**record, "files": {**record.get("files", {}), path: data.hex()}})
+        with records.locked(self._directory):
+            records.write(self._directory, {**record, "files": {**record.get("files", {}), path: data.hex()}})
         return len(data)
 
     async def aclose(self) -> None:
@@ -345,17 +342,17 @@ class FaultyProvider:
     # The service.
 
     def _commit(self, spec: SandboxSpec, *, visible_from: float | None = None) -> SandboxInfo:
-        now = _now(self._directory)
+        now = records.now(self._directory)
         record = {"id": spec.lease_id, "labels": spec.labels.as_dict(), "created": visible_from or now}
         if spec.lifetime_seconds is not None:
             record["expires"] = now + spec.lifetime_seconds
-        with _locked(self._directory):
-            _write(self._directory, record)
-        return _info(record)
+        with records.locked(self._directory):
+            records.write(self._directory, record)
+        return records.info(record)
 
     def _read(self, sandbox_id: str) -> dict[str, Any] | None:
-        with _locked(self._directory):
-            return next((r for r in _records(self._directory) if r["id"] == sandbox_id), None)
+        with records.locked(self._directory):
+            return next((r for r in records.existing(self._directory) if r["id"] == sandbox_id), None)
 
     async def _maybe(self, call: str) -> dict[str, Any]:
         fault = self._next_fault(call)
@@ -372,7 +369,7 @@ class FaultyProvider:
         path = self._directory / "faults" / f"{call}.json"
         if not path.exists():
             return {}
-        with _locked(self._directory):
+        with records.locked(self._directory):
             queue = json.loads(path.read_text()) if path.exists() else []
             if not queue:
                 return {}
@@ -380,131 +377,6 @@ class FaultyProvider:
             return dict(queue[0])
 
 
-class _Process:
-    """A command on this machine, in a session of its own."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-
-    async def output(self) -> AsyncIterator[tuple[int, bytes]]:
-        queue: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
-
-        async def pump(number: int, stream: asyncio.StreamReader) -> None:
-            while data := await stream.read(65536):
-                await queue.put((number, data))
-            await queue.put((number, b""))
-
-        if self._process.stdout is None or self._process.stderr is None:
-            return
-        pumps = [
-            asyncio.ensure_future(pump(STDOUT, self._process.stdout)),
-            asyncio.ensure_future(pump(STDERR, self._process.stderr)),
-        ]
-        ended = 0
-        while ended < len(pumps):
-            number, data = await queue.get()
-            if data:
-                yield number, data
-            else:
-                ended += 1
-
-    async def wait(self) -> int:
-        code = await self._process.wait()
-        return 128 - code if code < 0 else code
-
-    async def write_stdin(self, data: bytes) -> None:
-        if self._process.stdin is None or self._process.returncode is not None:
-            raise BrokenPipeError
-        self._process.stdin.write(data)
-        try:
-            await self._process.stdin.drain()
-        except ConnectionResetError as error:
-            raise BrokenPipeError from error
-
-    async def close_stdin(self) -> None:
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-
-    async def resize(self, size: TerminalSize) -> None:
-        return None
-
-    async def signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
-
-    async def terminate(self, grace_seconds: float) -> None:
-        await self.signal(signal.SIGTERM)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), grace_seconds)
-        await self.signal(signal.SIGKILL)
-        await self._process.wait()
-
-    async def aclose(self) -> None:
-        return None
-
-
 def _die_if(fault: Mapping[str, Any], instant: str) -> None:
     if fault.get("die") == instant:
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _info(record: Mapping[str, Any]) -> SandboxInfo:
-    expires = record.get("expires")
-    return SandboxInfo(
-        sandbox_id=record["id"],
-        state=SandboxState.RUNNING,
-        labels=record["labels"],
-        created_at=datetime.fromtimestamp(record["created"], UTC),
-        expires_at=datetime.fromtimestamp(expires, UTC) if expires else None,
-    )
-
-
-def _path(directory: Path, sandbox_id: str) -> Path:
-    return directory / "sandboxes" / f"id-{quote(sandbox_id, safe='')}"
-
-
-def _write(directory: Path, record: Mapping[str, Any]) -> None:
-    path = _path(directory, record["id"])
-    temporary = directory / f".{os.getpid()}.{record['id'][:40]}"
-    temporary.write_text(json.dumps(record))
-    temporary.replace(path)
-
-
-def _records(directory: Path) -> list[dict[str, Any]]:
-    """What exists now: committed by now, and not run out."""
-    now = _now(directory)
-    found = []
-    for path in sorted((directory / "sandboxes").iterdir()):
-        record = json.loads(path.read_text())
-        if record.get("expires") is not None and record["expires"] < now:
-            path.unlink()
-        elif record["created"] <= now:
-            found.append(record)
-    return found
-
-
-def _offset(directory: Path) -> float:
-    path = directory / "clock"
-    return float(path.read_text()) if path.exists() else 0.0
-
-
-def _now(directory: Path) -> float:
-    """The service's own clock: a step of the wall clock here is none there."""
-    path = directory / "epoch"
-    try:
-        epoch = float(path.read_text())
-    except (FileNotFoundError, ValueError):
-        epoch = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-        path.write_text(repr(epoch))
-    return epoch + time.clock_gettime(time.CLOCK_BOOTTIME) + _offset(directory)
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    # A lock the kernel drops when its holder is killed.
-    fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
