@@ -4,52 +4,40 @@ from __future__ import annotations
 
 import builtins
 import sys
-from collections.abc import AsyncIterable, Awaitable, Coroutine, Generator, Iterable, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, TypeVar
+from collections.abc import Awaitable, Coroutine, Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from lowtide import block_exit, loops, validate
 from lowtide.defaults import SandboxDefaults, SandboxOptions, resolve, shows_options
 from lowtide.operation import Audience, Operation
+from lowtide.sandbox_commands import SandboxCommands
+from lowtide.sandbox_facts import SandboxFacts
 from lowtide.sandbox_files import SandboxFiles
 
 if TYPE_CHECKING:
-    from datetime import datetime
     from types import TracebackType
     from typing import Unpack
 
-    from lowtide.code import CodeRunner
     from lowtide.lifecycle.lease import EndReport, Lease
-    from lowtide.lifecycle.owner import Owner
     from lowtide.lookup import StateName
-    from lowtide.process import Process, TerminalSession
     from lowtide.providers.base import (
-        Capability,
-        CodeResult,
         Provider,
         SandboxInfo,
         SandboxState,
         Url,
     )
-    from lowtide.sandbox_files import StrPath
     from lowtide.session import Session
-    from lowtide.stream import StreamReader
-
-    Stdin: TypeAlias = bool | bytes | str | IO[bytes] | IO[str] | Iterable[bytes] | AsyncIterable[bytes]
 
 T = TypeVar("T")
 
-MAX_OUTPUT_BYTES = 256 << 20
 
-
-class Sandbox(SandboxFiles):
+class Sandbox(SandboxFacts, SandboxCommands, SandboxFiles):
     """A place to run commands in. `Sandbox.run()` starts one; leaving its ``with`` block ends it.
 
     ``Sandbox(...)`` is an unstarted handle that starts on ``with``, ``await``, `start` or its first
     use. The keywords are those of `SandboxDefaults`, plus ``defaults`` for a set of them. A sandbox is
     ended when its owner ends, whether or not it was used as a context manager.
     """
-
-    _code: CodeRunner | None = None
 
     @shows_options
     def __init__(self, **options: Unpack[SandboxOptions]) -> None:
@@ -158,76 +146,7 @@ class Sandbox(SandboxFiles):
 
         return Session(defaults, **options)
 
-    # What it is.
-
-    @property
-    def sandbox_id(self) -> str | None:
-        """The provider's id, or None until it has been accepted."""
-        return self._life.sandbox_id
-
-    @property
-    def lease_id(self) -> str | None:
-        """Its row in the ledger, or None where this ledger has none."""
-        return self._life.lease.lease_id if self._life.lease is not None else None
-
-    @property
-    def provider(self) -> str:
-        """The provider's name."""
-        return self._life.provider_name
-
-    @property
-    def tags(self) -> tuple[str, ...]:
-        """What it can be found by."""
-        return tuple(self._life.settings.tags)
-
-    @property
-    def status(self) -> SandboxState | None:
-        """What was last heard; None for an unstarted handle. `get_status` asks."""
-        from lowtide.held_sandbox import ENDED
-        from lowtide.providers.base import SandboxState
-
-        report, info = self._life.report, self._life.info
-        if report is not None and report.outcome in ENDED:
-            return SandboxState.GONE
-        if info is not None:
-            return info.state
-        return SandboxState.PENDING if self._life.begun else None
-
-    @property
-    def returncode(self) -> int | None:
-        """The exit code of its main process, once that has ended."""
-        return self._life.info.exit_code if self._life.info is not None else None
-
-    @property
-    def created_at(self) -> datetime | None:
-        """When the provider made it, or else when its lease was written."""
-        info, lease = self._life.info, self._life.lease
-        if info is not None and info.created_at is not None:
-            return info.created_at
-        return _moment(lease.created_at) if lease is not None else None
-
-    @property
-    def expires_at(self) -> datetime | None:
-        """The hard end the provider was told, where there is one; it may be renewed."""
-        info, lease = self._life.info, self._life.lease
-        if info is not None and info.expires_at is not None:
-            return info.expires_at
-        return _moment(lease.expires_at) if lease is not None else None
-
-    @property
-    def unheld(self) -> tuple[str, ...]:
-        """Bounds that protect the machine by default and that its machine cannot hold, each with the reason."""
-        return self._life.info.unheld if self._life.info is not None else ()
-
-    @property
-    def kept_until(self) -> datetime | None:
-        """Until when it is kept, for one that outlived its end."""
-        return _moment(self._life.kept_until)
-
-    @property
-    def owner(self) -> Owner | None:
-        """The process it ends with, where the ledger knows it. ``owner.alive()`` says whether that lives."""
-        return self._life.lease.owner if self._life.lease is not None else None
+    # What it is: the facts are in `SandboxFacts`.
 
     def get_status(self) -> SandboxState:
         """Ask the provider. Blocks; in async code use ``await sandbox.refresh()``."""
@@ -310,135 +229,6 @@ class Sandbox(SandboxFiles):
 
     async def _end(self, **how: Any) -> EndReport:
         return block_exit.ended(await self._life.end(**how))
-
-    # Running.
-
-    def exec(
-        self,
-        command: Sequence[StrPath],
-        *,
-        cwd: StrPath | None = None,
-        env: Mapping[str, str] | None = None,
-        stdin: Stdin | None = None,
-        check: bool = False,
-        timeout_seconds: float | None = None,
-        tty: bool = False,
-        user: str | None = None,
-        max_output_bytes: int | None = MAX_OUTPUT_BYTES,
-        capture: bool = True,
-        drain_seconds: float = 1.0,
-    ) -> Process:
-        """Run a program. `command` is a list and goes to no shell.
-
-        `stdin`: True to write to ``process.stdin``, or all of the input: bytes, text, an open file, an iterable of
-        bytes. `check`: a non-zero exit code raises SandboxExecutionError. `timeout_seconds`: then the whole process
-        tree is ended and CommandTimeoutError has the output so far. `max_output_bytes`, for each stream: then it is
-        ended with OutputLimitError; 256 MiB unless said. With ``capture=False`` nothing is kept for the result: read
-        ``process.stdout`` and ``stderr``, any amount, and the command waits for you. `drain_seconds`: how long
-        output is still read after its end while something it started holds the streams; then ``streams_open`` of
-        the result is true. A program that does not exist ends with exit code 127.
-        """
-        from lowtide.process import Process
-        from lowtide.providers.base import ProcessSpec, TerminalSize
-
-        argv = validate.argv("command", command)
-        for name, value in (("check", check), ("tty", tty), ("capture", capture)):
-            validate.flag(name, value)
-        given: AsyncIterable[bytes] | None = None
-        if stdin is not None and not isinstance(stdin, bool):
-            from lowtide import source
-
-            given = source.stdin_of(stdin)
-        spec = ProcessSpec(
-            argv=argv,
-            cwd=validate.absolute_path("cwd", cwd) if cwd is not None else None,
-            environment=validate.environment("env", env) if env is not None else {},
-            user=validate.text("user", user) if user is not None else None,
-            stdin=given is not None or stdin is True,
-            tty=TerminalSize() if tty else None,
-            drain_seconds=validate.grace("drain_seconds", drain_seconds),
-        )
-        if timeout_seconds is not None:
-            timeout_seconds = validate.seconds("timeout_seconds", timeout_seconds)
-        if max_output_bytes is not None:
-            validate.positive("max_output_bytes", max_output_bytes)
-        if spec.stdin:
-            self._require("STDIN", "stdin")
-        if tty:
-            self._require("TTY", "tty")
-        if user is not None:
-            self._require("USER", "user")
-        return Process(
-            self._life.ready,
-            spec,
-            stdin=given,
-            check=check,
-            timeout_seconds=timeout_seconds,
-            max_output_bytes=max_output_bytes,
-            capture=capture,
-        )
-
-    def stream_logs(self, *, follow: bool = False, tail_lines: int | None = None) -> StreamReader[str]:
-        """What its main process has printed, in chunks; with `follow` on to its end. Where the provider keeps it."""
-        from lowtide import logs
-
-        validate.flag("follow", follow)
-        if tail_lines is not None:
-            validate.positive("tail_lines", tail_lines)
-        return logs.stream(self._life, follow=follow, tail_lines=tail_lines)
-
-    def shell(
-        self,
-        command: Sequence[StrPath] | None = None,
-        *,
-        width: int | None = None,
-        height: int | None = None,
-        cwd: StrPath | None = None,
-        env: Mapping[str, str] | None = None,
-    ) -> TerminalSession:
-        """A program on a terminal: bash, or sh where there is none, unless `command` says another."""
-        from lowtide.process import TerminalSession
-        from lowtide.providers.base import ProcessSpec, TerminalSize
-
-        self._require("TTY", "shell")
-        argv = _SHELL if command is None else validate.argv("command", command)
-        columns = 80 if width is None else validate.cells("width", width)
-        rows = 24 if height is None else validate.cells("height", height)
-        spec = ProcessSpec(
-            argv=argv,
-            cwd=validate.absolute_path("cwd", cwd) if cwd is not None else None,
-            environment={"TERM": "xterm-256color", **validate.environment("env", {} if env is None else env)},
-            stdin=True,
-            tty=TerminalSize(columns=columns, rows=rows),
-        )
-        return TerminalSession(self._life.ready, spec)
-
-    def run_code(
-        self,
-        code: str,
-        *,
-        language: str = "python",
-        context: str | None = None,
-        timeout_seconds: float | None = None,
-    ) -> Operation[CodeResult]:
-        """Run code in an interpreter that keeps its state between calls of one `context`.
-
-        On every provider. Python comes with rich results where the image has ipykernel, and else with
-        text and the last expression's value; bash and javascript where the image has them.
-        UnsupportedError says what to install. CommandTimeoutError after `timeout_seconds`.
-        """
-        from lowtide.code import CodeRunner
-
-        validate.content("code", code)
-        validate.text("language", language)
-        if context is not None:
-            validate.text("context", context)
-        timeout_seconds = validate.seconds_or_none("timeout_seconds", timeout_seconds)
-        self._life.connect()
-        if self._code is None:
-            self._code = CodeRunner(self._life)
-        run = self._code.run(code, language=language, context=context, timeout_seconds=timeout_seconds)
-        return Operation.start(run)
 
     # Snapshots, pause, ports.
 
@@ -530,16 +320,6 @@ class Sandbox(SandboxFiles):
     def _end_unheld(self) -> None:
         Operation.start(self._life.end(grace_seconds=0.0, force=True))
 
-    def _require(self, capability: str, argument: str) -> None:
-        from lowtide import capabilities
-        from lowtide.providers.base import Capability
-
-        wanted: Capability = Capability[capability]
-        capabilities.require(self._life.connect(), wanted, argument)
-
-
-_SHELL = ("/bin/sh", "-c", "command -v bash >/dev/null 2>&1 && exec bash -i; exec sh -i")
-
 
 def in_event_loop() -> bool:
     """Whether the caller must not be blocked."""
@@ -550,9 +330,3 @@ def in_event_loop() -> bool:
 async def _then(work: Awaitable[Any], value: T) -> T:
     await work
     return value
-
-
-def _moment(seconds: float | None) -> datetime | None:
-    from datetime import UTC, datetime
-
-    return None if seconds is None else datetime.fromtimestamp(seconds, UTC)
