@@ -15,15 +15,13 @@ import struct
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from ipaddress import IPv4Address, ip_address
-from typing import Any, cast
+from typing import cast
 
-from lowtide.providers.network import inspect, names
-from lowtide.providers.network.policy import Address, Policy, address_of
+from lowtide.providers.network import addresses, inspect, names
+from lowtide.providers.network.policy import Address, Policy
 
 MOST_CONNECTIONS = 256
-_MOST_LOOKUPS = 32
 _FIRST_BYTES_SECONDS = 15.0  # for a whole ClientHello or head: slower is nobody's real client
 _LOOKUP_SECONDS, _CONNECT_SECONDS = 10.0, 15.0
 _REMEMBERED_SECONDS, _MOST_REMEMBERED = 20.0, 1024
@@ -78,11 +76,11 @@ class Stream:
 
 class Proxy:
     def __init__(self, policy: Policy, resolve: Resolve | None = None) -> None:
-        self._policy, self._resolve = policy, resolve or _system_addresses
+        self._policy, self._resolve = policy, resolve or addresses.of_system
         self._stand_ins = names.StandIns()
         self._known: OrderedDict[str, tuple[float, list[Address]]] = OrderedDict()
         self._connections = 0
-        self._lookups = asyncio.Semaphore(_MOST_LOOKUPS)
+        self._lookups = asyncio.Semaphore(addresses.MOST_LOOKUPS)
         self._waiting_lookups = 0
 
     # ------------------------------------------------------------ connections
@@ -156,7 +154,7 @@ class Proxy:
             address
             for address in await self._addresses(name)
             if self._policy.may_lead_to(address, port)
-            and (self._policy.allows_address(address, port) or not _of_this_machine(address))
+            and (self._policy.allows_address(address, port) or not addresses.is_own(address))
         ]
         if not allowed:
             raise _RefusedError
@@ -199,7 +197,7 @@ class Proxy:
         known = self._known.get(name)
         if known is not None and now < known[0]:
             return known[1]
-        if self._waiting_lookups >= 2 * _MOST_LOOKUPS:
+        if self._waiting_lookups >= 2 * addresses.MOST_LOOKUPS:
             raise _RefusedError
         self._waiting_lookups += 1
         try:
@@ -357,38 +355,6 @@ class _Body:
             self._rest += await self._near.more()
         line, _, self._rest = self._rest.partition(b"\r\n")
         return line
-
-
-async def _system_addresses(name: str) -> list[Address]:
-    """As every program of this machine resolves it."""
-    try:
-        # As bytes: a text would be encoded by a module that nobody may be allowed to load any more.
-        found = await asyncio.get_running_loop().run_in_executor(_lookups, _look_up, name.encode("ascii"))
-    except socket.gaierror as error:
-        if error.errno in (socket.EAI_NONAME, socket.EAI_NODATA):
-            return []
-        raise OSError(str(error)) from error
-    except UnicodeError:
-        return []
-    return list(dict.fromkeys(address_of(str(item[4][0])) for item in found))
-
-
-def _look_up(name: bytes) -> list[tuple[Any, ...]]:
-    return list(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
-
-
-_lookups = ThreadPoolExecutor(_MOST_LOOKUPS, thread_name_prefix="lowtide-lookup")
-
-
-def _of_this_machine(address: Address) -> bool:
-    """Whether it is one of this machine's own, whatever its number is: what goes there comes from there."""
-    family = socket.AF_INET if isinstance(address, IPv4Address) else socket.AF_INET6
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((str(address), 9))  # sends nothing
-            return address_of(probe.getsockname()[0]) == address
-    except OSError:
-        return False
 
 
 def allow_descriptors() -> None:

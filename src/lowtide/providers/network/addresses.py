@@ -1,0 +1,45 @@
+"""What a name means on this machine, and which addresses are its own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from ipaddress import IPv4Address
+from typing import Any
+
+from lowtide.providers.network.policy import Address, address_of
+
+MOST_LOOKUPS = 32
+
+
+async def of_system(name: str) -> list[Address]:
+    """As every program of this machine resolves it."""
+    try:
+        # As bytes: a text would be encoded by a module that nobody may be allowed to load any more.
+        found = await asyncio.get_running_loop().run_in_executor(_lookups, _look_up, name.encode("ascii"))
+    except socket.gaierror as error:
+        if error.errno in (socket.EAI_NONAME, socket.EAI_NODATA):
+            return []
+        raise OSError(str(error)) from error
+    except UnicodeError:
+        return []
+    return list(dict.fromkeys(address_of(str(item[4][0])) for item in found))
+
+
+def _look_up(name: bytes) -> list[tuple[Any, ...]]:
+    return list(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+
+
+_lookups = ThreadPoolExecutor(MOST_LOOKUPS, thread_name_prefix="lowtide-lookup")
+
+
+def is_own(address: Address) -> bool:
+    """Whether it is one of this machine's own, whatever its number is: what goes there comes from there."""
+    family = socket.AF_INET if isinstance(address, IPv4Address) else socket.AF_INET6
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((str(address), 9))  # sends nothing
+            return address_of(probe.getsockname()[0]) == address
+    except OSError:
+        return False
