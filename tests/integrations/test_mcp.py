@@ -186,6 +186,27 @@ async def test_a_sandbox_that_is_slow_to_start_counts_and_holds_up_nobody_else()
         await connection.close()
 
 
+async def test_calls_wait_for_their_turn_and_an_end_does_not() -> None:
+    async with connected(calls=2) as client:
+        first = await call(client, "run_command", command="echo begin")
+        count = "n=$(ls /tmp/at-work-* 2>/dev/null | wc -l); touch /tmp/at-work-$$; sleep 0.3; rm /tmp/at-work-$$; echo $n"
+        answers = await asyncio.gather(*(call(client, "run_command", command=count) for _ in range(6)))
+        assert {int(one["stdout"]) for one in answers} <= {0, 1}
+        held = [
+            asyncio.create_task(client.call_tool("run_command", {"command": "sleep 60"})) for _ in range(3)
+        ]
+        await asyncio.sleep(0.5)
+        assert (await call(client, "sandbox_end", sandbox=first["sandbox"]))["outcome"] == "destroyed"
+        await asyncio.gather(*held, return_exceptions=True)
+
+
+async def test_a_part_of_a_file_is_no_longer_than_any_output() -> None:
+    async with connected(output_bytes=2000) as client:
+        await call(client, "file_write", path="/tmp/long", content="x" * 5000)
+        part = await call(client, "file_read", path="/tmp/long", max_bytes=1 << 30)
+        assert (len(part["content"]), part["dropped_bytes"]) == (2000, 3000)
+
+
 async def test_a_command_out_of_time_answers_with_what_it_printed_and_told_of_its_progress() -> None:
     told: list[float] = []
 
@@ -544,3 +565,6 @@ def test_print_config_is_what_clients_take(home: Path) -> None:
         [*command, "--http", "8765"], env=environment(home), capture_output=True, text=True, check=True
     )
     assert (home / "mcp-token").read_text() in over_http.stdout
+    (for_a_shell,) = [line for line in over_http.stdout.splitlines() if line.startswith("claude mcp add")]
+    assert (home / "mcp-token").read_text() not in for_a_shell
+    assert f"$(cat {home}/mcp-token)" in for_a_shell

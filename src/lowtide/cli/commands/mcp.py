@@ -69,7 +69,7 @@ def command(
         if port is None:
             click.echo(client_config.stdio_config(arguments))
         else:
-            click.echo(client_config.http_config(port, client_config.own_token()[0]))
+            click.echo(client_config.http_config(port, *client_config.own_token()))
         return 0
     try:
         from lowtide.integrations.mcp.connection import Bounds

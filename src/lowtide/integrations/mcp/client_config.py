@@ -39,14 +39,16 @@ def stdio_config(arguments: Sequence[str]) -> str:
     )
 
 
-def http_config(port: int, token: str) -> str:
-    """For clients that connect to a server that runs already. It has the token in it."""
+def http_config(port: int, token: str, source: str) -> str:
+    """For clients that connect to a server that runs already: files with the token in them, and for a command line
+    where it is read from, so that it is in no shell's history."""
+    read = f"${TOKEN_VARIABLE}" if source == TOKEN_VARIABLE else f"$(cat {shlex.quote(source)})"
     at = {"url": f"http://127.0.0.1:{port}/mcp", "headers": {"Authorization": f"Bearer {token}"}}
     return "\n\n".join(
         [
             "# Cursor, Windsurf, Gemini CLI\n" + _json({"mcpServers": {"lowtide": at}}),
             "# VS Code (.vscode/mcp.json)\n" + _json({"servers": {"lowtide": {"type": "http", **at}}}),
-            f'# Claude Code\nclaude mcp add --transport http lowtide {at["url"]} --header "Authorization: Bearer {token}"',
+            f'# Claude Code\nclaude mcp add --transport http lowtide {at["url"]} --header "Authorization: Bearer {read}"',
         ]
     )
 

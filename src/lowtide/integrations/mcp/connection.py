@@ -28,6 +28,8 @@ class Bounds:
     """Of each stream, passed on to the client; what is left out is counted."""
     collected_bytes: int = 32 << 20
     """Of each stream, before the command is ended."""
+    calls: int = 16
+    """At work at once, for each connection: each may hold `collected_bytes` twice. More of them wait."""
 
 
 @dataclass(slots=True)
@@ -41,8 +43,11 @@ class Connection:
     _implicit: Sandbox | None = None
     _starting: int = 0
     _implicit_starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    turn: asyncio.Semaphore = field(init=False)
+    """Taken by every call that works in a sandbox."""
 
     def __post_init__(self) -> None:
+        self.turn = asyncio.Semaphore(self.bounds.calls)
         self._session = Session(dict(self.defaults))
 
     async def sandbox(self, named: str | None) -> tuple[str, Sandbox]:

@@ -65,16 +65,16 @@ def add_tools(server: MCPServer[Any], connection_of: Callable[[Context[Any, Any]
         bounds = connection.bounds
         limit = _limit(connection, timeout_seconds)
         name, box = await connection.sandbox(sandbox)
-        began = time.monotonic()
-        process = box.exec(
-            ["sh", "-c", _SHELL, command],
-            cwd=cwd,
-            env=env,
-            stdin=False if stdin is None else stdin,
-            timeout_seconds=limit,
-            max_output_bytes=bounds.collected_bytes,
-        )
-        async with _forgetting(connection, box), _ticking(ctx, limit):
+        async with _forgetting(connection, box), _ticking(ctx, limit), connection.turn:
+            began = time.monotonic()
+            process = box.exec(
+                ["sh", "-c", _SHELL, command],
+                cwd=cwd,
+                env=env,
+                stdin=False if stdin is None else stdin,
+                timeout_seconds=limit,
+                max_output_bytes=bounds.collected_bytes,
+            )
             result, ended_by = await _ended(process)
         stdout, stdout_dropped = answers.cut(result.stdout_bytes, bounds.output_bytes)
         stderr, stderr_dropped = answers.cut(result.stderr_bytes, bounds.output_bytes)
@@ -105,7 +105,7 @@ def add_tools(server: MCPServer[Any], connection_of: Callable[[Context[Any, Any]
         bounds = connection.bounds
         limit = _limit(connection, timeout_seconds)
         name, box = await connection.sandbox(sandbox)
-        async with _forgetting(connection, box), _ticking(ctx, limit):
+        async with _forgetting(connection, box), _ticking(ctx, limit), connection.turn:
             ran = await box.run_code(code, language=language, context=context, timeout_seconds=limit)
         stdout, stdout_dropped = answers.cut(ran.stdout.encode("utf-8", "replace"), bounds.output_bytes)
         stderr, stderr_dropped = answers.cut(ran.stderr.encode("utf-8", "replace"), bounds.output_bytes)
@@ -172,9 +172,9 @@ def add_tools(server: MCPServer[Any], connection_of: Callable[[Context[Any, Any]
     ) -> answers.FileAnswer:
         """Read a file, or a part of it. What is no UTF-8 comes as base64."""
         connection = connection_of(ctx)
-        most = min(max_bytes or connection.bounds.output_bytes, connection.bounds.collected_bytes)
+        most = min(max_bytes or connection.bounds.output_bytes, connection.bounds.output_bytes)
         name, box = await connection.sandbox(sandbox)
-        async with _forgetting(connection, box), _in_time(connection):
+        async with connection.turn, _forgetting(connection, box), _in_time(connection):
             part, size = await _part(box, path, offset, most)
         content, encoding, used = _text(part, ends_here=offset + len(part) >= size)
         return answers.FileAnswer(
@@ -206,7 +206,7 @@ def add_tools(server: MCPServer[Any], connection_of: Callable[[Context[Any, Any]
         data = _bytes(content, encoding)
         connection = connection_of(ctx)
         name, box = await connection.sandbox(sandbox)
-        async with _forgetting(connection, box), _in_time(connection):
+        async with connection.turn, _forgetting(connection, box), _in_time(connection):
             await box.write_file(path, data, mode=0o755 if executable else None)
         return answers.WriteAnswer(path=path, bytes_written=len(data), sandbox=name)
 
@@ -217,7 +217,7 @@ def add_tools(server: MCPServer[Any], connection_of: Callable[[Context[Any, Any]
         """What a directory holds, sorted by name."""
         connection = connection_of(ctx)
         name, box = await connection.sandbox(sandbox)
-        async with _forgetting(connection, box), _in_time(connection):
+        async with connection.turn, _forgetting(connection, box), _in_time(connection):
             found = await box.list_dir(path)
         shown = [
             answers.Entry(name=one.name, kind=str(one.kind.value), size=one.size)
@@ -234,7 +234,7 @@ def add_tools(server: MCPServer[Any], connection_of: Callable[[Context[Any, Any]
         """The address under which a server that listens on this port of the sandbox is reached from outside."""
         connection = connection_of(ctx)
         name, box = await connection.sandbox(sandbox)
-        async with _forgetting(connection, box), _in_time(connection):
+        async with connection.turn, _forgetting(connection, box), _in_time(connection):
             at = await box.url(port)
         return answers.UrlAnswer(url=at.url, headers=dict(at.headers), sandbox=name)
 
