@@ -144,7 +144,8 @@ def test_killed_while_the_service_still_makes_it(emulator: Any, tmp_path: Path) 
     assert time.monotonic() - killed < CoreWeaveProvider.traits.create_window_seconds / 2
     time.sleep(max(0.0, 6.5 - (time.monotonic() - killed)))  # the request is over by now
     assert existing(emulator) == []
-    found = engine().run(CoreWeaveProvider.connect(os.environ).find(recovery_spec(row)), SECONDS)
+    provider = CoreWeaveProvider.connect(os.environ)
+    found = engine().run(provider.find(recovery_spec(provider, row)), SECONDS)
     assert found is None
 
 

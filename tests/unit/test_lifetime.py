@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from lowtide.lifecycle import lease_rows
 from lowtide.lifecycle.lease import Lease
 from lowtide.lifecycle.owner import Owner
 from lowtide.lifecycle.provider_lifetime import with_lifetime
+from lowtide.lifecycle.recover import recovery_spec
 from lowtide.providers import registry
 from lowtide.providers.base import Capability, SandboxSpec
 
@@ -50,3 +52,17 @@ def test_beside_a_renewed_lifetime_the_fixed_end_is_what_was_asked_for_or_the_de
         written = lease(max_lifetime_at=asked)
         _, spec = with_lifetime(provider, written, SandboxSpec(labels=written.labels))
         assert (spec.lifetime_seconds, spec.fixed_lifetime_seconds) == (renewed, fixed)
+
+
+def test_a_create_in_another_namespace_is_looked_for_there_also_by_who_knows_only_the_row() -> None:
+    from lowtide.providers.kubernetes.options import KubernetesOptions
+
+    provider: Any = registry.provider_class("kubernetes")
+    written = lease()
+    asked = SandboxSpec(labels=written.labels, image="busybox", options=KubernetesOptions(namespace="other"))
+    row, _ = with_lifetime(provider, written, asked)
+    read = lease_rows.from_row(lease_rows.to_row(row), row.ledger_id)
+    found = recovery_spec(provider, read)
+    assert (found.image, found.options.namespace) == ("busybox", "other")
+    row, _ = with_lifetime(provider, written, SandboxSpec(labels=written.labels))
+    assert recovery_spec(provider, row).options is None

@@ -74,7 +74,7 @@ async def end_lease(
     def done(outcome: Outcome, why: str, **more: object) -> EndReport:
         return replace(report, outcome=outcome, why=why, seconds=time.monotonic() - started, **more)  # type: ignore[arg-type]
 
-    spec = spec or recovery_spec(lease)
+    spec = spec or recovery_spec(provider, lease)
     guarded = states if states is not None else OWNED if lease.state in OWNED else {lease.state}
     try:
         async with asyncio.timeout(deadline_seconds):
@@ -218,7 +218,7 @@ async def end_without_row(
                     raise
                 log.warning("lease %s: %s", lease.lease_id, error)
             sandbox_id = lease.sandbox_id or await recover(
-                ledger, provider, lease, held.spec or recovery_spec(lease), answered=False
+                ledger, provider, lease, held.spec or recovery_spec(provider, lease), answered=False
             )
             ended = sandbox_id is not None and await _destroy(provider, sandbox_id, grace_seconds)
     except Exception as error:

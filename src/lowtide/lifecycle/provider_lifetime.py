@@ -11,6 +11,7 @@ from lowtide.errors import ValidationError
 from lowtide.lifecycle.clock import Instant
 from lowtide.lifecycle.lease import LEASE_SECONDS, Lease, LeaseState, renewal_seconds
 from lowtide.lifecycle.ledger import Ledger
+from lowtide.lifecycle.recover import remembered
 from lowtide.providers.base import Capability, Provider, Renews, SandboxSpec
 
 
@@ -38,7 +39,7 @@ def with_lifetime(provider: Provider, lease: Lease, spec: SandboxSpec) -> tuple[
         lease,
         lifetime_seconds=step,
         expires_at=lease.created_at + lifetime if lifetime is not None else None,
-        recovery={k: v for k, v in (("image", spec.image), ("snapshot", spec.snapshot)) if v is not None},
+        recovery=remembered(provider, spec),
     )
     fixed = asked if asked is not None else provider.traits.default_lifetime_seconds
     return lease, replace(

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lowtide.errors import AuthenticationError, LedgerError, LowtideError, RateLimitError
 from lowtide.lifecycle.clock import Instant
@@ -20,14 +20,24 @@ log = logging.getLogger("lowtide.lifecycle")
 T = TypeVar("T")
 
 
-def recovery_spec(lease: Lease) -> SandboxSpec:
+def remembered(provider: Provider, spec: SandboxSpec) -> dict[str, Any]:
+    """What of the create call goes into the row, for whoever has to find what it made."""
+    options = {name: getattr(spec.options, name, None) for name in provider.traits.recovery_options}
+    options = {name: value for name, value in options.items() if value is not None}
+    known = {"image": spec.image, "snapshot": spec.snapshot, "options": options or None}
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def recovery_spec(provider: Provider, lease: Lease) -> SandboxSpec:
     """Enough of the create call to find what it made; for a replaying provider also to replay it."""
     known = dict(lease.recovery)
+    options = known.get("options")
     return SandboxSpec(
         labels=lease.labels,
         image=known.get("image"),
         snapshot=known.get("snapshot"),
         lifetime_seconds=lease.lifetime_seconds,
+        options=provider.options_type(**options) if options and provider.options_type is not None else None,
     )
 
 
@@ -91,7 +101,7 @@ async def is_shown(provider: Provider, lease: Lease, spec: SandboxSpec | None = 
         return True
     shown = await patiently(
         f"looking for {lease.lease_id} with another key",
-        lambda: provider.find(spec or recovery_spec(lease)),
+        lambda: provider.find(spec or recovery_spec(provider, lease)),
     )
     labels = Labels.from_dict(shown.labels) if shown is not None else None
     return labels is not None and (labels.lease_id, labels.ledger_id) == (lease.lease_id, lease.ledger_id)

@@ -77,6 +77,8 @@ class Traits:
     default_lifetime_seconds: float | None = None
     """What a create gets that asks for none, where a lifetime cannot be renewed, or has a fixed end as well.
     Always finite on a hosted service."""
+    recovery_options: tuple[str, ...] = ()
+    """The fields of `SandboxSpec.options` without which `find` does not see what a create made. Plain values."""
 
 
 class SandboxState(enum.StrEnum):

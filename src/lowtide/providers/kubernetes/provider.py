@@ -62,6 +62,7 @@ class KubernetesProvider(Calls):
     )
     traits: ClassVar[Traits] = Traits(
         recovery=Recovery.BY_NAME,
+        recovery_options=("namespace",),
         create_window_seconds=60.0,  # the API server's own limit for a request
         max_lifetime_seconds=float(pod.MAX_LIFETIME_SECONDS),
         default_lifetime_seconds=float(pod.DEFAULT_LIFETIME_SECONDS),
