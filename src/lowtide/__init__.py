@@ -37,7 +37,6 @@ if TYPE_CHECKING:
         UnsupportedError,
         ValidationError,
     )
-    from lowtide.files import Transfer
     from lowtide.lifecycle.lease import EndReport, Keep, Outcome
     from lowtide.operation import Operation, results, wait
     from lowtide.process import Process, ProcessResult, TerminalSession
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
     from lowtide.sandbox import Sandbox
     from lowtide.session import Session
     from lowtide.stream import StreamReader, StreamWriter
+    from lowtide.transfer import Transfer
 
 _HOMES = {
     "lowtide.defaults": ("SandboxDefaults",),
@@ -87,7 +87,6 @@ _HOMES = {
         "UnsupportedError",
         "ValidationError",
     ),
-    "lowtide.files": ("Transfer",),
     "lowtide.lifecycle.lease": ("EndReport", "Keep", "Outcome"),
     "lowtide.operation": ("Operation", "results", "wait"),
     "lowtide.process": ("Process", "ProcessResult", "TerminalSession"),
@@ -104,6 +103,7 @@ _HOMES = {
     "lowtide.sandbox": ("Sandbox",),
     "lowtide.session": ("Session",),
     "lowtide.stream": ("StreamReader", "StreamWriter"),
+    "lowtide.transfer": ("Transfer",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

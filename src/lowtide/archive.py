@@ -29,7 +29,7 @@ def pack(directory: str, write: Callable[[bytes], object]) -> Tree:
     """Write the content of `directory` as a tar stream. Links stay links; sockets and devices are skipped."""
     top = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        packed = Pack(write, marks=False)
+        packed = Pack(write, marks=False, ahead=True)
         packed.run(top)
     finally:
         os.close(top)
@@ -56,8 +56,21 @@ def unpack(chunks: Iterable[bytes], directory: str) -> Tree:
 
 
 def merge(source: str, target: str) -> None:
-    """Move what `source` holds into `target`. Files and links are replaced and none is followed; a device is not."""
+    """Move what `source` holds into `target`. Files and links are replaced and none is followed; a device is not.
+
+    What has no place there is found before anything is moved.
+    """
     top, into = os.open(source, DIRECTORY), os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _merge(top, into, _fits)
+        _merge(top, into, _move)
+    finally:
+        os.close(top)
+        os.close(into)
+
+
+def _merge(top: int, into: int, each: Callable[[str, int, int], bool]) -> None:
+    """`each` says whether it is a directory on both sides, to be gone into."""
     here, there = Position(top), Position(into)
     way = [os.listdir(here.fd)]  # for each directory on the way: what is still to come
     try:
@@ -69,19 +82,24 @@ def merge(source: str, target: str) -> None:
                     there.leave()
                 continue
             name = way[-1].pop()
-            if _merge_entry(name, here.fd, there.fd):
+            if each(name, here.fd, there.fd):
                 here.enter(name)
                 there.enter(name)
                 way.append(os.listdir(here.fd))
     finally:
         here.close()
         there.close()
-        os.close(top)
-        os.close(into)
 
 
-def _merge_entry(name: str, here: int, there: int) -> bool:
-    """Whether it is a directory on both sides, to be gone into."""
+def _move(name: str, here: int, there: int) -> bool:
+    if _fits(name, here, there):
+        return True
+    os.rename(name, name, src_dir_fd=here, dst_dir_fd=there)
+    return False
+
+
+def _fits(name: str, here: int, there: int) -> bool:
+    """Raises where it cannot take the place of what is there."""
     mode = os.lstat(name, dir_fd=here).st_mode
     try:
         old: int | None = os.lstat(name, dir_fd=there).st_mode
@@ -97,7 +115,6 @@ def _merge_entry(name: str, here: int, there: int) -> bool:
         raise IsADirectoryError(errno.EISDIR, "is a directory; a file was to take its place", name)
     if old is not None and not (stat.S_ISREG(old) or stat.S_ISLNK(old)):
         raise FileExistsError(errno.EEXIST, "is a device, a pipe or a socket, and is not replaced", name)
-    os.rename(name, name, src_dir_fd=here, dst_dir_fd=there)
     return False
 
 

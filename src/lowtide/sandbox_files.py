@@ -10,10 +10,10 @@ from lowtide import validate
 from lowtide.operation import Operation
 
 if TYPE_CHECKING:
-    from lowtide.files import Transfer
     from lowtide.held_sandbox import HeldSandbox
     from lowtide.providers.base import FileEntry, Provider
     from lowtide.stream import StreamReader
+    from lowtide.transfer import Transfer
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
@@ -83,11 +83,11 @@ class SandboxFiles:
         A directory's content becomes the content of `remote`; what is there and in the way is replaced, file by
         file, each as a whole. Modes and times are kept. A device, a pipe or a socket is refused.
         """
-        from lowtide import files
+        from lowtide import upload
 
-        source = files.local_source(validate.path("local", local))
+        source = upload.local_source(validate.path("local", local))
         return self._file_call(
-            remote, lambda p, i, where: files.upload(p, i, source, where), argument="remote"
+            remote, lambda p, i, where: upload.upload(p, i, source, where), argument="remote"
         )
 
     def download(self, remote: StrPath, local: str | os.PathLike[str]) -> Operation[Transfer]:
@@ -97,11 +97,11 @@ class SandboxFiles:
         left out, and named in ``Transfer.skipped``. A file takes its place when it is whole; a device or a pipe
         in its place is written into.
         """
-        from lowtide import files
+        from lowtide import download
 
         target = os.path.abspath(validate.path("local", local))
         return self._file_call(
-            remote, lambda p, i, where: files.download(p, i, where, target), argument="remote"
+            remote, lambda p, i, where: download.download(p, i, where, target), argument="remote"
         )
 
     def list_dir(self, path: StrPath = ".") -> Operation[Sequence[FileEntry]]:

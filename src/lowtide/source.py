@@ -96,12 +96,13 @@ async def blocks(content: bytes) -> AsyncIterator[bytes]:
 
 async def read_blocks(descriptor: int, size: int | None) -> AsyncIterator[bytes]:
     """An open file to the size it had, however it grows; None: to its end (files that say nothing of their size)."""
-    left = size
+    left, first = size, True
     while left is None or left > 0:
         most = _CHUNK if left is None else min(_CHUNK, left)
         block = await in_thread(lambda most=most: os.read(descriptor, most))  # type: ignore[misc]
-        if not block:
-            return
+        if not block or (size is None and first and os.fstat(descriptor).st_size):
+            return  # at its end; or it was empty and has begun to grow
+        first = False
         left = None if left is None else left - len(block)
         yield block
 

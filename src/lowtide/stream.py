@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterable, Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 from lowtide import loops
@@ -269,3 +269,13 @@ class StreamWriter:
             self._turn = asyncio.Lock()
         async with self._turn:
             await act()
+
+
+async def pump(chunks: AsyncIterable[bytes], stream: StreamReader[bytes]) -> int:
+    """All of them into the stream, never further ahead than its reader follows; how many bytes."""
+    count = 0
+    async for chunk in chunks:
+        count += len(chunk)
+        stream.put(chunk)
+        await stream.room()
+    return count

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtide import Sandbox, files
+from lowtide import Sandbox, download
 from lowtide.testing.conformance.base import eventually
 
 pytestmark = pytest.mark.timeout(120)
@@ -33,7 +33,7 @@ async def test_what_a_thread_still_writes_is_not_removed_under_it() -> None:
         go_on.wait(60)
         ended.set()
 
-    taking = asyncio.create_task(files._into_thread(chunks(), take))
+    taking = asyncio.create_task(download._into_thread(chunks(), take))
     await asyncio.to_thread(begun.wait, 60)
     taking.cancel()
     await asyncio.wait({taking}, timeout=0.1)
@@ -48,9 +48,9 @@ def test_into_a_pipe_that_nobody_reads(box: Sandbox, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     box.write_file("/tmp/big", bytes(9_000_000)).result(60)
     before = _transfers()
-    download = box.download("/tmp/big", tmp_path / "pipe")
+    downloading = box.download("/tmp/big", tmp_path / "pipe")
     eventually(lambda: _transfers() > before)
-    download.cancel()
+    downloading.cancel()
     eventually(lambda: _transfers() == before)
 
 

@@ -62,6 +62,24 @@ async def test_two_hundred_commands_at_once() -> None:
         assert [(code, int(out)) for code, out, _ in done] == [(n, n) for n in range(200)]
 
 
+async def test_the_end_of_input_waits_where_a_terminal_is_full() -> None:
+    async with serving() as inside:
+        client, script = inside.client(), "stty -echo; echo ready; sleep 0.5; exec cat >/dev/null"
+
+        async def fill(size: int) -> int:
+            process = await client.start(
+                ProcessSpec(argv=("sh", "-c", script), tty=TerminalSize(columns=80, rows=24), stdin=True)
+            )
+            await anext(process.output())
+            await process.write_stdin((b"x" * 63 + b"\n") * (size // 64))
+            await process.close_stdin()
+            return await process.wait()
+
+        # A terminal is full at some multiple of 256 bytes, which depends on how it was filled.
+        ended = await asyncio.gather(*(fill(256 * n) for n in range(40, 64)))
+        assert set(ended) == {0}
+
+
 async def test_a_terminal_has_its_size_is_resized_and_hears_ctrl_c() -> None:
     async with serving() as inside:
         script = "trap 'stty size' WINCH; trap 'echo int; exit 7' INT; stty size; while :; do sleep 0.1; done"

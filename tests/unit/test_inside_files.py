@@ -179,6 +179,39 @@ async def test_a_tree_there_and_back(client: Client, tmp_path: Path) -> None:
         assert names["link"].linkname == "x" * 150
 
 
+async def test_names_of_one_file_and_its_exact_time_are_packed(client: Client, tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    (source / "d").mkdir(parents=True)
+    (source / "a").write_text("x" * 300_000)
+    os.link(source / "a", source / "d" / "b")
+    for path, moment in (("a", 981_173_106_789_012_345), ("d", -1_500_000_001)):
+        os.utime(source / path, ns=(moment, moment))
+    await files.write_tree(client, str(target), files.read_tree(client, str(source)))
+    assert (target / "a").samefile(target / "d" / "b")
+    assert (target / "a").stat().st_mtime_ns == 981_173_106_789_012_345
+    assert (target / "d").stat().st_mtime_ns == -1_500_000_001
+    entry = await files.stat(client, str(target / "a"))
+    assert entry.modified_at is not None
+    assert entry.modified_at.microsecond == 789_012
+    await files.write_file(client, str(target / "a"), _chunks(b""), modified=-1.5)
+    assert (target / "a").stat().st_mtime_ns == -1_500_000_000
+
+
+async def test_a_file_that_says_another_size_than_it_has_is_not_padded(client: Client) -> None:
+    """The kernel's own: 0 in /proc, a whole page in /sys."""
+    for place in ("/proc/sys/kernel/random", "/sys/kernel/mm/transparent_hugepage"):
+        if not os.path.exists(place):
+            continue
+        packed = await _all(files.read_tree(client, place))
+        with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
+            found = {member.name: member.size for member in tar if member.isfile()}
+        steady = [name for name in ("./boot_id", "./poolsize", "./enabled", "./defrag") if name in found]
+        assert steady
+        for name in steady:
+            with open(os.path.join(place, name), "rb") as file:
+                assert found[name] == len(file.read()) > 0
+
+
 @pytest.mark.parametrize("name", ["../out", "a/../../out", "/../out", "a/.."])
 async def test_a_tree_does_not_lead_out_of_its_directory(client: Client, tmp_path: Path, name: str) -> None:
     source = io.BytesIO()

@@ -14,6 +14,7 @@ import pytest
 
 from lowtide import Sandbox, ValidationError, source
 from lowtide.engine import engine
+from lowtide.trees import holes
 
 
 @pytest.fixture
@@ -137,3 +138,20 @@ def test_what_comes_of_an_async_source_is_checked_without_a_loop_too(box: Sandbo
     assert box.exec(["cat"], stdin=items("text ", b"bytes")).result(60).stdout == "text bytes"  # type: ignore[arg-type]
     with pytest.raises(ValidationError):
         box.write_file_streaming("f", items(1)).result(60)  # type: ignore[arg-type]
+
+
+async def test_a_file_that_was_empty_stays_so_however_it_grows(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.touch()
+    with path.open("rb") as file, (tmp_path / "copy").open("wb") as copy:
+
+        def grows() -> bool:  # asked once the copy has looked at its size
+            path.write_bytes(b"line\n")
+            return False
+
+        assert holes.copy_data(file.fileno(), copy.fileno(), grows) == 0
+        assert (tmp_path / "copy").stat().st_size == 0
+        os.lseek(file.fileno(), 0, os.SEEK_SET)
+        assert await joined(source.read_blocks(file.fileno(), None)) == b""
+    with open("/proc/self/status", "rb") as untold:
+        assert (await joined(source.read_blocks(untold.fileno(), None))).startswith(b"Name:")

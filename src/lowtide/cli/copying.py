@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from lowtide import files, source
+from lowtide import download, source, upload
 from lowtide.cli.addressing import connected, find_sandbox
 from lowtide.cli.progress import bar
 from lowtide.cli.text import clean
@@ -18,10 +18,10 @@ from lowtide.engine import engine
 from lowtide.errors import SandboxFileError, SandboxFileNotFoundError
 from lowtide.providers import derived
 from lowtide.providers.base import FileKind
+from lowtide.transfer import Transfer
 from lowtide.trees import tar_stream
 
 if TYPE_CHECKING:
-    from lowtide.files import Transfer
     from lowtide.providers.base import FileEntry
     from lowtide.sandbox import Sandbox
 
@@ -51,7 +51,7 @@ def copy_in(given: str, sandbox: str, path: str, *, provider: str | None, quiet:
         path = posixpath.join(path, local.resolve().name)
     with bar(local.name, size, quiet=quiet) as moved:
         if local.is_file():
-            _tell(_call(box, path, lambda p, i, at: files.upload(p, i, str(local.resolve()), at, moved)))
+            _tell(_call(box, path, lambda p, i, at: upload.upload(p, i, str(local.resolve()), at, moved)))
             return
         with local.open("rb") as file:  # a pipe or a device: to its end
             chunks = _counted(iter(lambda: file.read(_CHUNK), b""), moved)
@@ -85,7 +85,7 @@ def copy_out(sandbox: str, path: str, target: str, *, provider: str | None, quie
     # The size is only the bar's: a link's is its own, and a file may grow while it is read.
     total = there.size if there.kind is FileKind.FILE else None
     with bar(local.name, total, quiet=quiet) as moved:
-        _tell(_call(box, path, lambda p, i, at: files.download(p, i, at, os.path.abspath(local), moved)))
+        _tell(_call(box, path, lambda p, i, at: download.download(p, i, at, os.path.abspath(local), moved)))
     if there.kind is FileKind.FILE and stat_is_file(local):
         os.chmod(local, there.mode & 0o777)
 
@@ -116,7 +116,7 @@ def _write_file(box: Sandbox, path: str, name: bytes, there: FileEntry, out: IO[
     else:  # a link, or a file that does not say its size
         data = box.read_file(path).result()
         size, chunks = len(data), [data]
-    moment = int(there.modified_at.timestamp()) if there.modified_at else 0
+    moment = int(there.modified_at.timestamp() * 1e6) * 1000 if there.modified_at else 0
     out.write(tar_stream.header(name, tar_stream.FILE, there.mode, size, moment))
     left = size
     for chunk in chunks:
@@ -174,12 +174,12 @@ async def _rename(chunks: AsyncIterator[bytes], name: bytes, out: IO[bytes]) -> 
             size = member.size if member.kind == tar_stream.FILE else 0
             if member.kind == tar_stream.FILE:
                 last = (os.fsdecode(inner), size)
-            out.write(tar_stream.header(whole, member.kind, member.mode, size, member.mtime, link))
+            out.write(tar_stream.header(whole, member.kind, member.mode, size, member.mtime_ns, link))
             for block in reader.content():
                 out.write(block)
             out.write(tar_stream.padding(size))
         out.write(tar_stream.END)
-        moved = files.Transfer(files=0, bytes=0, skipped=tuple(skipped), changed=tuple(changed))
+        moved = Transfer(files=0, bytes=0, skipped=tuple(skipped), changed=tuple(changed))
         return moved, shorter
 
     import asyncio

@@ -65,6 +65,8 @@ def _some(source: int, target: int, at: int, count: int) -> int:
 def _copy_stream(source: int, target: int, given_up: Callable[[], bool]) -> int:
     copied = 0
     while not given_up() and (data := os.read(source, 1 << 20)):  # these cannot be copied by the kernel
+        if not copied and os.fstat(source).st_size:
+            break  # it was empty and has begun to grow: /proc never says a size
         view = memoryview(data)
         while view:
             view = view[os.write(target, view) :]

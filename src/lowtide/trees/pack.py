@@ -17,26 +17,38 @@ if TYPE_CHECKING:
 
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _SMALL = 1 << 20  # read whole before anything is said about it
+_UNTOLD = 1 << 18  # of a file that does not say its size, as those of /proc: a longer one is skipped
 _BATCH = 1 << 18
+_WANTED = 1 << 14
 
 
 class Pack:
     """Packs one open directory. `write` gets blocks; what was packed is counted here.
 
     With `marks`, what changed and what was left out is said in the stream itself. Without, a file that became
-    shorter is packed again: who unpacks it needs to know nothing.
+    shorter is packed again: who unpacks it needs to know nothing. With `ahead`, what is to come is said first.
     """
 
-    def __init__(self, write: Callable[[bytes], object], *, marks: bool, one_device: bool = False) -> None:
+    def __init__(
+        self,
+        write: Callable[[bytes], object],
+        *,
+        marks: bool,
+        one_device: bool = False,
+        ahead: bool = False,
+    ) -> None:
         self.files = self.bytes = 0
         self.skipped: list[str] = []
         self.changed: list[str] = []
-        self._write, self._marks, self._one_device = write, marks, one_device
+        self._write, self._marks, self._one_device, self._ahead = write, marks, one_device, ahead
         self._batch: list[bytes] = []
         self._batched = 0
-        self._linked: dict[tuple[int, int], bytes] = {}
+        # By its time too: the number of a file that is gone is soon another's.
+        self._linked: dict[tuple[int, int, int], bytes] = {}
 
     def run(self, top: int) -> None:
+        if self._ahead:
+            self._announce(top)
         folders: list[str] = []
         device, elsewhere = os.fstat(top).st_dev, 0
         for entry in walk(top):
@@ -56,26 +68,50 @@ class Pack:
         self._put(tar.END)
         self._flush()
 
+    def _announce(self, top: int) -> None:
+        folders: list[str] = []
+        wanted: list[bytes] = []
+        size = 0
+        for entry in walk(top):
+            if entry.left:
+                folders.pop()
+                continue
+            wanted.append(
+                (b"d" if entry.own >= 0 else b"f") + os.fsencode("/".join((*folders, entry.name))) + b"\0"
+            )
+            size += len(wanted[-1])
+            if entry.own >= 0:
+                folders.append(entry.name)
+            if size > _WANTED:
+                self._put(tar.mark(tar.WANTED, b"".join(wanted)))
+                wanted, size = [], 0
+        if wanted:
+            self._put(tar.mark(tar.WANTED, b"".join(wanted)))
+
     def _add(self, entry: Entry, shown: str) -> None:
         info, name = entry.info, os.fsencode(shown)
         if len(name) > tar.LONGEST_NAME:
             raise OSError(errno.ENAMETOOLONG, f"a path in it is longer than {tar.LONGEST_NAME} bytes")
-        mode, moment = info.st_mode & 0o7777, int(info.st_mtime)
+        mode, moment = info.st_mode & 0o7777, info.st_mtime_ns
         if entry.own >= 0:
             self._put(tar.header(name + b"/", tar.FOLDER, mode, 0, moment))
             return
         kind = stat.S_IFMT(info.st_mode)
         if kind == stat.S_IFREG:
-            first = self._linked.get((info.st_dev, info.st_ino)) if info.st_nlink > 1 else None
+            known = (info.st_dev, info.st_ino, info.st_mtime_ns)
+            first = self._linked.get(known) if info.st_nlink > 1 else None
             if first is not None:
                 self.files += 1
                 self._put(tar.header(name, tar.HARD_LINK, mode, 0, moment, first))
             elif self._add_file(entry, name, shown) and info.st_nlink > 1:
-                self._linked[info.st_dev, info.st_ino] = name
+                self._linked[known] = name
         elif kind == stat.S_IFLNK:
             try:
                 target = os.fsencode(os.readlink(entry.name, dir_fd=entry.parent))
             except FileNotFoundError:
+                return
+            except PermissionError:  # one of /proc that does not say where it leads
+                self._skip(shown)
                 return
             self._put(tar.header(name, tar.LINK, mode, 0, moment, target))
         else:
@@ -85,9 +121,11 @@ class Pack:
         try:
             fd = os.open(entry.name, _OPEN, dir_fd=entry.parent)
         except OSError as error:
-            if error.errno == errno.ENOENT:
+            if error.errno in (errno.ENOENT, errno.ESRCH):
                 return False
-            if error.errno in (errno.ELOOP, errno.ENXIO):  # another thing by now
+            if (
+                error.errno in (errno.ELOOP, errno.ENXIO) or not entry.info.st_size
+            ):  # another thing by now, or none
                 self._skip(shown)
                 return False
             error.filename = shown
@@ -97,6 +135,8 @@ class Pack:
             if not stat.S_ISREG(before.st_mode):
                 self._skip(shown)
                 return False
+            if not before.st_size and not self._says_its_size(fd):
+                return self._add_untold(fd, name, shown, before)
             real, whole = self._content(fd, name, before)
             after = os.fstat(fd)
             for _ in range(0 if self._marks else 3):  # shorter than was said: once more, as it is now
@@ -117,9 +157,30 @@ class Pack:
         finally:
             os.close(fd)
 
+    def _says_its_size(self, fd: int) -> bool:
+        """Of a file that says it is empty. One that has begun to grow does; what is like /proc never does."""
+        try:
+            return not os.pread(fd, 1, 0) or os.fstat(fd).st_size > 0
+        except OSError:
+            return False
+
+    def _add_untold(self, fd: int, name: bytes, shown: str, info: os.stat_result) -> bool:
+        try:
+            data = _read(fd, _UNTOLD)
+        except OSError:
+            data = bytes(_UNTOLD)
+        if len(data) == _UNTOLD:
+            self._skip(shown)
+            return False
+        head = tar.header(name, tar.FILE, info.st_mode & 0o7777, len(data), info.st_mtime_ns)
+        self._put(head + data + tar.padding(len(data)))
+        self.files += 1
+        self.bytes += len(data)
+        return True
+
     def _content(self, fd: int, name: bytes, info: os.stat_result) -> tuple[int, bool]:
         """Head and content of a file, as long as it was when it was looked at; how much is real, and whether all is."""
-        size, mode, moment = info.st_size, info.st_mode & 0o7777, int(info.st_mtime)
+        size, mode, moment = info.st_size, info.st_mode & 0o7777, info.st_mtime_ns
         if size <= _SMALL:
             data = _read(fd, size)
             self._put(tar.header(name, tar.FILE, mode, len(data), moment) + data + tar.padding(len(data)))

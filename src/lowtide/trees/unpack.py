@@ -39,7 +39,7 @@ class _Unpack:
         self._root = root
         self._at: list[bytes] = []
         self._fd = os.dup(root)
-        self._settled: dict[tuple[bytes, ...], tuple[int, int | None]] = {}
+        self._settled: dict[tuple[bytes, ...], tuple[int, int | None]] = {}  # mode, time
 
     def run(self, reader: Reader) -> None:
         try:
@@ -47,12 +47,12 @@ class _Unpack:
                 self.take(reader, member)
             self.links()
             for parts in reversed(self._settled):
-                mode, mtime = self._settled[parts]
+                mode, moment = self._settled[parts]
                 try:
                     fd = self._enter(list(parts))
                     os.fchmod(fd, mode)
-                    if mtime is not None:
-                        os.utime(fd, (mtime, mtime))
+                    if moment is not None:
+                        os.utime(fd, ns=(moment, moment))
                 except (OSError, OverflowError):
                     continue  # somebody has moved it, or it belongs to another
         finally:
@@ -92,9 +92,9 @@ class _Unpack:
             os.mkdir(path[-1], 0o755, dir_fd=fd)
             return os.open(path[-1], _FOLDER | os.O_NOFOLLOW, dir_fd=fd)
 
-    def _settle(self, parts: list[bytes], mode: int, mtime: int | None) -> None:
+    def _settle(self, parts: list[bytes], mode: int, moment: int | None) -> None:
         if len(self._settled) < _MOST_SETTLED:
-            self._settled[tuple(parts)] = (mode, mtime)
+            self._settled[tuple(parts)] = (mode, moment)
         else:
             os.fchmod(self._enter(parts), mode)
 
@@ -114,7 +114,7 @@ class _Unpack:
                 for block in reader.content():
                     _write_all(fd, block)
             os.fchmod(fd, mode)
-            _stamp(fd, member.mtime)
+            _stamp(fd, member.mtime_ns)
         finally:
             os.close(fd)
 
@@ -159,7 +159,7 @@ class Careful(_Unpack):
         if kind == tar.FOLDER:
             self._enter(parts)
             if parts:
-                self._settle(parts, (member.mode & 0o777) | 0o700, member.mtime)
+                self._settle(parts, (member.mode & 0o777) | 0o700, member.mtime_ns)
         elif not parts:
             raise FileExistsError
         elif kind == tar.FILE:
@@ -239,6 +239,9 @@ class Replacing(_Unpack):
 
     def take(self, reader: Reader, member: Member) -> None:
         if member.kind == tar.MARK:
+            for wanted in member.marks.get(tar.WANTED, b"").split(b"\0"):
+                if len(wanted) > 1:
+                    self._refuse(wanted[1:], wanted[:1] == b"d")
             return
         parts = [part for part in member.name.split(b"/") if part not in (b"", b".")]
         if b".." in parts:
@@ -246,7 +249,7 @@ class Replacing(_Unpack):
         if member.kind == tar.FOLDER:
             self._enter(parts)
             if parts:
-                self._settle(parts, member.mode, member.mtime)
+                self._settle(parts, member.mode, member.mtime_ns)
             return
         if not parts:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -254,14 +257,17 @@ class Replacing(_Unpack):
         if member.kind == tar.FILE:
             self._file(folder, name, reader, member)
         elif member.kind in (tar.LINK, tar.HARD_LINK, tar.FIFO):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=folder)
-            if member.kind == tar.LINK:
-                os.symlink(member.link, name, dir_fd=folder)
-            elif member.kind == tar.FIFO:
-                os.mkfifo(name, member.mode, dir_fd=folder)
-            else:
-                self._hard_link(parts, member.link)
+            try:
+                if member.kind == tar.LINK:
+                    os.symlink(member.link, self._temporary, dir_fd=folder)
+                elif member.kind == tar.FIFO:
+                    os.mkfifo(self._temporary, member.mode, dir_fd=folder)
+                else:
+                    folder = self._hard_link(parts, member.link)
+                os.rename(self._temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+            finally:  # also where both are the same file already: then nothing is renamed
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._temporary, dir_fd=folder)
 
     def _file(self, folder: int, name: bytes, reader: Reader, member: Member) -> None:
         fd = os.open(self._temporary, _NEW_FILE, 0o600, dir_fd=folder)
@@ -272,16 +278,34 @@ class Replacing(_Unpack):
             os.unlink(self._temporary, dir_fd=folder)
             raise
 
-    def _hard_link(self, parts: list[bytes], link: bytes) -> None:
+    def _hard_link(self, parts: list[bytes], link: bytes) -> int:
+        """Under the temporary name; the directory that this is in."""
         target = [part for part in link.split(b"/") if part not in (b"", b".")]
         if not target or b".." in target:
             raise OSError(errno.EINVAL, "a link in it leads out of the directory")
         there = os.dup(self._enter(target[:-1]))
         try:
             here = self._enter(parts[:-1])
-            os.link(target[-1], parts[-1], src_dir_fd=there, dst_dir_fd=here, follow_symlinks=False)
+            os.link(target[-1], self._temporary, src_dir_fd=there, dst_dir_fd=here, follow_symlinks=False)
+            return here
         finally:
             os.close(there)
+
+    def _refuse(self, name: bytes, folder: bool) -> None:
+        """Raises where what is there cannot be replaced by what is to come. Nothing has been touched then."""
+        try:
+            there = stat.S_ISDIR(os.stat(name, dir_fd=self._root, follow_symlinks=folder).st_mode)
+        except OSError as error:
+            if not folder or error.errno != errno.ENOENT:
+                return  # what is above it says why, or there is nothing
+            try:
+                os.lstat(name, dir_fd=self._root)
+            except OSError:
+                return
+            there = False  # a link that leads nowhere
+        if there is not folder:
+            number = errno.ENOTDIR if folder else errno.EISDIR
+            raise OSError(number, f"{os.fsdecode(name)}: {os.strerror(number)}")
 
     def _into(self, fd: int, path: list[bytes]) -> int:
         try:
@@ -325,6 +349,6 @@ def _write_all(fd: int, data: bytes) -> None:
         written += os.write(fd, memoryview(data)[written:])
 
 
-def _stamp(fd: int, mtime: int) -> None:
+def _stamp(fd: int, moment: int) -> None:
     with contextlib.suppress(OverflowError):  # a time no calendar has
-        os.utime(fd, (mtime, mtime))
+        os.utime(fd, ns=(moment, moment))

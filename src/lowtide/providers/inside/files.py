@@ -46,7 +46,7 @@ async def write_file(
         _checked(client, path),
         "-" if mode is None else str(mode & 0o7777),
         "s" if sync else "-",
-        "-" if modified is None or modified < 0 else str(int(modified)),
+        "-" if modified is None else f"{modified:.6f}",
     )
     async with client.call(*words, stdin=True) as process:
         answer = _answer(client, process, path)
@@ -160,23 +160,23 @@ async def _fields(answer: Answer) -> list[bytes]:
 
 def _entry(answer: Answer, facts: bytes, name: str, path: str, target: bytes) -> FileEntry:
     try:
-        kind, size, mode, modified = facts.decode("ascii").split()
+        kind, size, mode, seconds, nanoseconds = facts.decode("ascii").split()
         return FileEntry(
             name=name,
             path=path,
             kind=_KINDS.get(kind, FileKind.OTHER),
             size=int(size),
             mode=int(mode),
-            modified_at=_moment(int(modified)),
+            modified_at=_moment(int(seconds), int(nanoseconds)),
             target=target.decode("utf-8", "surrogateescape") if kind == "l" else None,
         )
     except (ValueError, OverflowError, OSError):
         raise answer.cut_short(facts) from None
 
 
-def _moment(seconds: int) -> datetime | None:
+def _moment(seconds: int, nanoseconds: int) -> datetime | None:
     try:
-        return datetime.fromtimestamp(seconds, UTC)
+        return datetime.fromtimestamp(seconds, UTC).replace(microsecond=nanoseconds // 1000)
     except (OverflowError, ValueError, OSError):
         return None  # a time no calendar has: the sandbox sets what it likes
 

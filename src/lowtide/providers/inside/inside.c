@@ -506,10 +506,25 @@ static void strip(char *path)
 	while (n > 1 && path[n - 1] == '/') path[--n] = 0;
 }
 
-static void stamp(int fd, long mtime)
+struct moment { long sec, nsec; };
+#define NO_MOMENT ((struct moment){0, (1L << 30) - 2}) /* what the kernel takes for: leave it as it is */
+
+static void stamp(int at, const char *name, struct moment m)
 {
-	struct { long sec, nsec; } times[2] = {{mtime, 0}, {mtime, 0}};
-	K(utimensat, fd, 0, times, 0);
+	struct moment times[2] = {m, m};
+	K(utimensat, at, name, times, 0);
+}
+
+/* Seconds, as a decimal number. */
+static struct moment moment_of(const char *s)
+{
+	struct moment m = {0, 0};
+	int minus = *s == '-';
+	for (m.sec = number(s += minus); digit(*s); s++) {}
+	s += *s == '.';
+	for (long unit = 100000000; unit; unit /= 10) if (digit(*s)) m.nsec += unit * (*s++ - '0');
+	if (minus) m = m.nsec ? (struct moment){-m.sec - 1, 1000000000 - m.nsec} : (struct moment){-m.sec, 0};
+	return m;
 }
 
 static char *temporary_name(void)
@@ -519,6 +534,13 @@ static char *temporary_name(void)
 	K(getrandom, &salt, 8, 0);
 	put(put_number(put(name, ".lowtide-"), (long)(salt >> 1)), ".part");
 	return name;
+}
+
+/* What was empty has a size by now: it is written to. What is like /proc never says one. */
+static int grown(int fd)
+{
+	struct statx s;
+	return K(statx, fd, "", AT_EMPTY_PATH, STATX_SIZE, &s) < 0 || s.stx_size;
 }
 
 static void read_file(char *path)
@@ -535,6 +557,7 @@ static void read_file(char *path)
 	for (;;) {
 		long n = K(read, fd, block + 4, left < CHUNK ? left : CHUNK);
 		if (n == -EINTR) continue;
+		if (n > 0 && left == ~0UL && grown(fd)) n = 0;
 		if (n <= 0) pass_end(n);
 		left -= n;
 		u32 head = n;
@@ -606,7 +629,7 @@ static void write_file(char *given, const char *mode_text, int sync, const char 
 	}
 	if (error == 0 && keep) K(fchown, fd, uid, gid);
 	if (error == 0 && (keep || *mode_text != '-')) error = K(fchmod, fd, mode);
-	if (error == 0 && *moment != '-') stamp(fd, number(moment));
+	if (error == 0 && !same(moment, "-")) stamp(fd, 0, moment_of(moment));
 	if (error == 0 && sync) error = K(fsync, fd);
 	if (error == 0 && K(close, fd) < 0) error = -EIO; /* some network file systems say only here that it is full */
 	if (error == 0) error = K(renameat2, directory, temporary, directory, name, 0);
@@ -621,7 +644,7 @@ static void write_file(char *given, const char *mode_text, int sync, const char 
 
 static long describe(int at, const char *path, const char *name)
 {
-	/* kind size mode mtime NUL name NUL target NUL */
+	/* kind size mode mtime (seconds, nanoseconds) NUL name NUL target NUL */
 	static char line[9000];
 	struct statx s;
 	long error = K(statx, at, path, AT_SYMLINK_NOFOLLOW | AT_NO_AUTOMOUNT, STATX_BASIC_STATS, &s);
@@ -630,7 +653,8 @@ static long describe(int at, const char *path, const char *name)
 	char *p = put(line, type == S_IFREG ? "f " : type == S_IFDIR ? "d " : type == S_IFLNK ? "l " : "o ");
 	p = put(put_number(p, s.stx_size), " ");
 	p = put(put_number(p, s.stx_mode & 07777), " ");
-	p = put_number(p, s.stx_mtime.tv_sec) + 1;
+	p = put(put_number(p, s.stx_mtime.tv_sec), " ");
+	p = put_number(p, s.stx_mtime.tv_nsec) + 1;
 	p = put(p, name) + 1;
 	if (type == S_IFLNK) {
 		long n = K(readlinkat, at, path, p, 4096);
@@ -652,8 +676,9 @@ static void stat_path(char *path)
 	leave(0);
 }
 
+static long listed; /* after its last name: 0, or why there may be more */
 #define EACH_NAME(fd, buffer, name) \
-	for (long n_, at_; (n_ = K(getdents64, fd, buffer, sizeof buffer)) > 0;) \
+	for (long n_, at_; (n_ = listed = K(getdents64, fd, buffer, sizeof buffer)) > 0;) \
 		for (at_ = 0; at_ < n_; at_ += *(u16 *)(buffer + at_ + 16)) \
 			if ((name = (char *)buffer + at_ + 19), !same(name, ".") && !same(name, ".."))
 
@@ -665,6 +690,7 @@ static void list(const char *path)
 	if (fd < 0) fail(fd);
 	say(1, "ok\n");
 	EACH_NAME(fd, buffer, name) describe(fd, name, name);
+	if (listed < 0) leave(1);
 	write_all(1, "", 1); /* an empty record says that this was all */
 	leave(0);
 }
@@ -689,6 +715,7 @@ static long remove_under(int at, const char *name, int depth)
 			if (error < 0 && error != -ENOENT) { K(close, fd); return error; }
 			again = 1;
 		}
+		if (listed < 0) { K(close, fd); return listed; }
 	}
 	K(close, fd);
 	return K(unlinkat, at, name, AT_REMOVEDIR);
@@ -741,6 +768,8 @@ static void member(const char *name, char type, const struct statx *s, u64 size,
 	if (length(name) > 100) p = put_record(p, "path", name);
 	if (length(link) > 100) p = put_record(p, "linkpath", link);
 	if (size >> 33) { put_number(text, size); p = put_record(p, "size", text); }
+	int odd = s->stx_mtime.tv_sec < 0 || s->stx_mtime.tv_sec >> 33;
+	if (odd) { put_number(text, s->stx_mtime.tv_sec); p = put_record(p, "mtime", text); }
 	for (int pass_number = p == extra; pass_number < 2; pass_number++) {
 		memset(header, 0, 512);
 		const char *shown = pass_number ? name : "././@PaxHeader";
@@ -750,7 +779,9 @@ static void member(const char *name, char type, const struct statx *s, u64 size,
 		octal(108, 8, s->stx_uid & 07777777);
 		octal(116, 8, s->stx_gid & 07777777);
 		octal(124, 12, pass_number ? size & ((1UL << 33) - 1) : (u64)(p - extra));
-		octal(136, 12, s->stx_mtime.tv_sec < 0 ? 0 : s->stx_mtime.tv_sec);
+		octal(136, 12, odd ? 0 : s->stx_mtime.tv_sec);
+		put(header + 500, "ns"); /* where every tar has nothing: what its own field has no room for */
+		for (u32 i = 9, rest = s->stx_mtime.tv_nsec; i; rest /= 10) header[501 + i--] = '0' + rest % 10;
 		header[156] = pass_number ? type : 'x';
 		if (pass_number) memcpy(header + 157, link, m > 100 ? 100 : m);
 		seal();
@@ -775,49 +806,102 @@ static void mark(const char *key, const char *value)
 
 static char where[LONGEST], target_of_link[4200];
 
+static void skip(void) { mark("LOWTIDE.skipped", where + 2); }
+
+/* Under which name a file was packed that has more than one. By its time too: the number of one that is gone is
+ * soon another's. 0: under none; with `add` it is from now on `where`. What does not fit is packed once for each name. */
+struct known { u64 inode; long sec; u32 nsec, device, name, unused; };
+#define KNOWN (1 << 18)
+#define KNOWN_NAMES (32 << 20)
+static char *first_name(const struct statx *s, int add)
+{
+	static struct known *all;
+	static char *names;
+	static u32 filled = 1, count;
+	u32 device = s->stx_dev_major << 20 ^ s->stx_dev_minor;
+	u64 at = (s->stx_ino ^ s->stx_mtime.tv_nsec) * 0x9E3779B97F4A7C15UL >> 46, n = length(where) + 1;
+	if (!all) { if (!(all = pages(KNOWN * sizeof *all + KNOWN_NAMES))) return 0; names = (char *)(all + KNOWN); }
+	for (; all[at].name; at = (at + 1) % KNOWN)
+		if (all[at].inode == s->stx_ino && all[at].device == device && all[at].sec == s->stx_mtime.tv_sec && all[at].nsec == s->stx_mtime.tv_nsec)
+			return names + all[at].name;
+	if (add && count < KNOWN / 2 && filled + n < KNOWN_NAMES) {
+		all[at] = (struct known){s->stx_ino, s->stx_mtime.tv_sec, s->stx_mtime.tv_nsec, device, filled, 0};
+		memcpy(names + filled, where, n);
+		filled += n;
+		count++;
+	}
+	return 0;
+}
+
+/* Exactly as long as announced, whatever happens to it meanwhile. A small one is read before anything is said of it. */
+static void pack_file(int fd)
+{
+	struct statx s, now;
+	long n = 0, have = 0;
+	char text[24];
+	if (K(statx, fd, "", AT_EMPTY_PATH, STATX_BASIC_STATS, &s) < 0 || (s.stx_mode & S_IFMT) != S_IFREG) { skip(); return; }
+	u64 size = s.stx_size, most = size && size < CHUNK ? size : CHUNK;
+	while ((u64)have < most && ((n = K(read, fd, block + have, most - have)) > 0 || n == -EINTR)) have += n > 0 ? n : 0;
+	if (n < 0 && n != -EINTR && !size) { skip(); return; }
+	if (n < 0 && n != -EINTR) pass_end(n);
+	if (!size && have) { /* either it has begun to grow, or it is like /proc and does not say how long it is */
+		if (grown(fd)) have = 0;
+		else if (have == CHUNK) { skip(); return; }
+	}
+	if (have < CHUNK) size = have;
+	u64 left = size - have, real = size;
+	member(where, '0', &s, size, "");
+	pass(block, have);
+	while (left) {
+		n = K(read, fd, block, left < CHUNK ? left : CHUNK);
+		if (n == -EINTR) continue;
+		if (n < 0) pass_end(n);
+		if (n == 0 && real == size) real -= left;
+		if (n == 0) { n = left < CHUNK ? left : CHUNK; memset(block, 0, n); }
+		pass(block, n);
+		left -= n;
+	}
+	fill(size);
+	if (K(statx, fd, "", AT_EMPTY_PATH, STATX_BASIC_STATS, &now) < 0 || real != size || now.stx_size != s.stx_size
+		|| now.stx_mtime.tv_sec != s.stx_mtime.tv_sec || now.stx_mtime.tv_nsec != s.stx_mtime.tv_nsec) {
+		put_number(text, real);
+		mark("LOWTIDE.read", text);
+	}
+	if (s.stx_nlink > 1) first_name(&s, 1);
+}
+
+static int gone(long error) { return error == -ENOENT || error == -ESRCH || error == -ENOTDIR || error == -ELOOP || error == -ESTALE; }
+
 static void pack(int at, const char *name, u64 end, int depth)
 {
 	u8 buffer[2048];
 	struct statx s;
-	const char *child;
+	const char *child, *first;
 	long error = K(statx, at, name, AT_SYMLINK_NOFOLLOW, STATX_BASIC_STATS, &s);
-	if (error == -ENOENT && depth) return; /* gone since it was listed */
+	if (gone(error) && depth) return; /* since it was listed */
 	if (error < 0) pass_end(error);
 	u32 type = s.stx_mode & S_IFMT;
 	if (type == S_IFLNK) {
 		long n = K(readlinkat, at, name, target_of_link, 4096);
-		if (n < 0) pass_end(n);
+		if (gone(n)) return;
+		if (n < 0) { skip(); return; } /* one of /proc that does not say where it leads */
 		target_of_link[n] = 0;
 		member(where, '2', &s, 0, target_of_link);
 	} else if (type == S_IFIFO) {
 		member(where, '6', &s, 0, "");
+	} else if (type == S_IFREG && s.stx_nlink > 1 && (first = first_name(&s, 0))) {
+		member(where, '1', &s, 0, first);
 	} else if (type == S_IFREG) {
 		long fd = K(openat, at, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
-		if (fd == -ENOENT) return;
+		if (gone(fd)) return;
+		if (fd < 0 && !s.stx_size) { skip(); return; }
 		if (fd < 0) pass_end(fd);
-		u64 left = s.stx_size, real = left;
-		struct statx now;
-		char text[24];
-		member(where, '0', &s, left, "");
-		while (left) { /* exactly as long as announced, whatever happens to it meanwhile */
-			long n = K(read, fd, block, left < CHUNK ? left : CHUNK);
-			if (n == -EINTR) continue;
-			if (n < 0) pass_end(n);
-			if (n == 0 && real == s.stx_size) real -= left;
-			if (n == 0) { n = left < CHUNK ? left : CHUNK; memset(block, 0, n); }
-			pass(block, n);
-			left -= n;
-		}
-		fill(s.stx_size);
-		error = K(statx, fd, "", AT_EMPTY_PATH, STATX_BASIC_STATS, &now);
-		if (error < 0 || now.stx_size != s.stx_size || now.stx_mtime.tv_sec != s.stx_mtime.tv_sec || now.stx_mtime.tv_nsec != s.stx_mtime.tv_nsec) {
-			put_number(text, real);
-			mark("LOWTIDE.read", text);
-		}
+		pack_file(fd);
 		K(close, fd);
 	} else if (type == S_IFDIR) {
 		if (depth > 1000) pass_end(-ELOOP);
 		long fd = K(openat, at, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+		if (gone(fd) && depth) return;
 		if (fd < 0) pass_end(fd);
 		if (end + 2 >= LONGEST) pass_end(-ENAMETOOLONG);
 		where[end] = '/'; where[end + 1] = 0;
@@ -828,9 +912,10 @@ static void pack(int at, const char *name, u64 end, int depth)
 			memcpy(where + end + 1, child, n + 1);
 			pack(fd, child, end + 1 + n, depth + 1);
 		}
+		if (listed < 0 && !gone(listed)) pass_end(listed);
 		K(close, fd);
 	} else {
-		mark("LOWTIDE.skipped", where + 2);
+		skip();
 	}
 }
 
@@ -872,14 +957,13 @@ static char member_name[LONGEST], link_name[LONGEST];
 static u8 *folders; /* the directories' modes and times: last, or a read-only one could not be filled */
 static u64 folders_filled;
 #define FOLDERS (16UL << 20)
-struct folder { long mtime; u32 mode, size; };
+struct folder { struct moment moment; u32 mode, size; };
 
-static void settle_folder(char *name, u32 mode, long mtime)
+static void settle_folder(char *name, u32 mode, struct moment moment)
 {
-	struct { long sec, nsec; } times[2] = {{mtime, 0}, {mtime, 0}};
 	int at = walk_down(&name);
 	K(fchmodat, at, name, mode);
-	if (mtime >= 0) K(utimensat, at, name, times, 0);
+	stamp(at, name, moment);
 	close_at(at);
 }
 /* The last first: one that nobody may enter keeps what is in it from being settled. */
@@ -888,39 +972,19 @@ static void settle_folders(void)
 	for (u64 at = FOLDERS - folders_filled; at < FOLDERS;) {
 		struct folder f;
 		memcpy(&f, folders + at, sizeof f);
-		settle_folder((char *)folders + at + sizeof f, f.mode, f.mtime);
+		settle_folder((char *)folders + at + sizeof f, f.mode, f.moment);
 		at += sizeof f + f.size;
 	}
 }
 /* Until the end it can be written to, whatever it may be for. */
-static void keep_folder(char *name, u32 mode, long mtime)
+static void keep_folder(char *name, u32 mode, struct moment moment)
 {
-	struct folder f = {mtime, mode, (u32)length(name) + 1};
-	if (folders_filled + sizeof f + f.size > FOLDERS) { settle_folder(name, mode, mtime); return; }
-	settle_folder(name, mode | 0700, -1);
+	struct folder f = {moment, mode, (u32)length(name) + 1};
+	if (folders_filled + sizeof f + f.size > FOLDERS) { settle_folder(name, mode, moment); return; }
+	settle_folder(name, mode | 0700, NO_MOMENT);
 	folders_filled += sizeof f + f.size;
 	memcpy(folders + FOLDERS - folders_filled, &f, sizeof f);
 	memcpy(folders + FOLDERS - folders_filled + sizeof f, name, f.size);
-}
-
-/* The extended header's records that matter here. */
-static void extended(char *text, u64 n, u64 *size, int *sized)
-{
-	for (char *p = text, *end = text + n; p < end;) {
-		long all = number(p);
-		char *key = p;
-		while (key < end && digit(*key)) key++;
-		if (all <= 0 || all > end - p || key - p + 2 > all || *key != ' ') return;
-		char *value = ++key, *last = p + all - 1;
-		while (value < last && *value != '=') value++;
-		if (value < last) {
-			*value++ = 0; *last = 0;
-			if (same(key, "path") && last - value < LONGEST) put(member_name, value);
-			if (same(key, "linkpath") && last - value < LONGEST) put(link_name, value);
-			if (same(key, "size")) *size = number(value), *sized = 1;
-		}
-		p += all;
-	}
 }
 
 /* Within the tree and nowhere else: no way up, not from the root. */
@@ -940,7 +1004,51 @@ static char *inward(char *name)
 	return name;
 }
 
-static long unpack_file(int at, char *name, u32 mode, long mtime, u64 size)
+/* What is to come, each with its kind before it and a NUL after: nothing is touched where it cannot take its place. */
+static long refuse(char *wanted, char *end)
+{
+	struct statx s, link;
+	for (char *next; wanted < end; wanted = next) {
+		int folder = *wanted == 'd';
+		next = wanted + length(wanted) + 1;
+		char *name = inward(wanted + 1);
+		if (!name || !*name) continue;
+		int at = walk_down(&name);
+		if (at < 0 && at != AT_CWD) continue;
+		long there = K(statx, at, name, AT_SYMLINK_NOFOLLOW, STATX_TYPE, &link), error = folder ? K(statx, at, name, 0, STATX_TYPE, &s) : there;
+		close_at(at);
+		if (there < 0) continue;
+		if (!folder && (link.stx_mode & S_IFMT) == S_IFDIR) return -EISDIR;
+		if (folder && (error < 0 || (s.stx_mode & S_IFMT) != S_IFDIR)) return -ENOTDIR;
+	}
+	return 0;
+}
+
+/* The extended header's records that matter here. An error where one of them says that the tree cannot be taken. */
+static long extended(char *text, u64 n, u64 *size, int *sized, struct moment *moment)
+{
+	long error = 0;
+	for (char *p = text, *end = text + n; p < end;) {
+		long all = number(p);
+		char *key = p;
+		while (key < end && digit(*key)) key++;
+		if (all <= 0 || all > end - p || key - p + 2 > all || *key != ' ') return error;
+		char *value = ++key, *last = p + all - 1;
+		while (value < last && *value != '=') value++;
+		if (value < last) {
+			*value++ = 0; *last = 0;
+			if (same(key, "path") && last - value < LONGEST) put(member_name, value);
+			if (same(key, "linkpath") && last - value < LONGEST) put(link_name, value);
+			if (same(key, "size")) *size = number(value), *sized = 1;
+			if (same(key, "mtime")) *moment = moment_of(value);
+			if (same(key, "LOWTIDE.wanted") && error == 0) error = refuse(value, last);
+		}
+		p += all;
+	}
+	return error;
+}
+
+static long unpack_file(int at, char *name, u32 mode, struct moment moment, u64 size)
 {
 	char *last, *temporary = temporary_name();
 	long directory = open_parent(at, name, &last), error;
@@ -954,10 +1062,31 @@ static long unpack_file(int at, char *name, u32 mode, long mtime, u64 size)
 		error = write_file_all(fd, block, got);
 	}
 	if (error == 0) error = K(fchmod, fd, mode);
-	if (error == 0) stamp(fd, mtime);
+	if (error == 0) stamp(fd, 0, moment);
 	if (fd >= 0) K(close, fd);
 	if (error == 0) error = K(renameat2, directory, temporary, directory, last, 0);
 	if (error < 0 && fd >= 0) K(unlinkat, directory, temporary, 0);
+	K(close, directory);
+	return error;
+}
+
+/* A link or a pipe, in the place of what is there in one step. */
+static long unpack_other(int at, char *name, char type, u32 mode)
+{
+	char *last, *temporary = temporary_name(), *link;
+	long directory = open_parent(at, name, &last), error = -EINVAL;
+	if (directory < 0) return directory;
+	if (type == '2') {
+		error = K(symlinkat, link_name, directory, temporary);
+	} else if (type == '6') {
+		error = K(mknodat, directory, temporary, S_IFIFO | mode, 0);
+	} else if ((link = inward(link_name))) {
+		int from = walk_down(&link);
+		error = K(linkat, from, link, directory, temporary, 0);
+		close_at(from);
+	}
+	if (error == 0) error = K(renameat2, directory, temporary, directory, last, 0);
+	K(unlinkat, directory, temporary, 0); /* also where both were the same file already: then nothing was renamed */
 	K(close, directory);
 	return error;
 }
@@ -967,6 +1096,7 @@ static void write_tree(char *path)
 	static char text[2 * LONGEST + 400];
 	u64 size = 0, given = 0;
 	int sized = 0, long_name = 0, long_link = 0;
+	struct moment moment = NO_MOMENT;
 	strip(path);
 	long error = make_dirs(path, 1), got;
 	if (error == 0) error = K(chdir, path);
@@ -974,7 +1104,7 @@ static void write_tree(char *path)
 	folders = pages(FOLDERS);
 	if (!folders) fail(-ENOMEM);
 	struct statx top;
-	if (K(statx, AT_CWD, ".", 0, STATX_MODE, &top) == 0 && (top.stx_mode & 0300) != 0300) keep_folder(".", top.stx_mode & 07777, -1);
+	if (K(statx, AT_CWD, ".", 0, STATX_MODE, &top) == 0 && (top.stx_mode & 0300) != 0300) keep_folder(".", top.stx_mode & 07777, NO_MOMENT);
 	say(1, "ok\n");
 	for (;;) {
 		error = fetch_all(header, 512);
@@ -987,12 +1117,16 @@ static void write_tree(char *path)
 		char type = header[156];
 		size = parse(header + 124, 12);
 		if (size >> 62) { error = -EINVAL; break; }
-		if (type == 'x' || type == 'L' || type == 'K') {
+		if (type == 'x' || type == 'L' || type == 'K' || (type == 'g' && size < sizeof text)) {
 			if (size >= sizeof text) { error = -ENAMETOOLONG; break; }
 			memset(text, 0, sizeof text);
 			if ((error = fetch_all(text, size)) < 0 || (error = fetch_all(block, -size & 511)) < 0) break;
-			if (type == 'x') {
-				extended(text, size, &given, &sized);
+			if (type == 'g') {
+				u64 unused; int none; struct moment never;
+				if ((error = extended(text, size, &unused, &none, &never)) < 0) break;
+				member_name[0] = link_name[0] = 0;
+			} else if (type == 'x') {
+				extended(text, size, &given, &sized, &moment);
 			} else if (length(text) < LONGEST) {
 				put(type == 'L' ? member_name : link_name, text);
 			}
@@ -1007,8 +1141,11 @@ static void write_tree(char *path)
 		}
 		if (!long_link) { memcpy(link_name, header + 157, 100); link_name[100] = 0; }
 		u32 mode = parse(header + 100, 8) & 07777;
-		long mtime = parse(header + 136, 12);
-		char *name = inward(member_name), *link, *rest = name;
+		int fraction = header[500] == 'n' && header[501] == 's';
+		for (int i = 502; i < 511; i++) fraction &= digit(header[i]);
+		if (moment.nsec == NO_MOMENT.nsec) moment = (struct moment){parse(header + 136, 12), 0};
+		if (fraction && !moment.nsec) { header[511] = 0; moment.nsec = number(header + 502); }
+		char *name = inward(member_name), *rest = name;
 		u64 n = length(member_name);
 		int folder = type == '5' || (type == 0 && n && member_name[n - 1] == '/');
 		if (!name) { error = -EINVAL; break; }
@@ -1017,20 +1154,13 @@ static void write_tree(char *path)
 		int at = folder ? AT_CWD : walk_down(&rest);
 		if (at < 0 && at != AT_CWD) { error = at; break; }
 		if (folder) {
-			if (*name) keep_folder(name, mode, mtime);
+			if (*name) keep_folder(name, mode, moment);
 		} else if (*name && (type == '0' || type == 0 || type == '7')) {
-			error = unpack_file(at, rest, mode, mtime, size);
+			error = unpack_file(at, rest, mode, moment, size);
 			if (error == 0) error = fetch_all(block, -size & 511);
 			size = 0;
 		} else if (*name && (type == '2' || type == '1' || type == '6')) {
-			K(unlinkat, at, rest, 0);
-			if (type == '2') error = K(symlinkat, link_name, at, rest);
-			else if (type == '6') error = K(mknodat, at, rest, S_IFIFO | mode, 0);
-			else if ((link = inward(link_name))) {
-				int from = walk_down(&link);
-				error = K(linkat, from, link, at, rest, 0);
-				close_at(from);
-			} else error = -EINVAL;
+			error = unpack_other(at, rest, type, mode);
 			size = 0;
 		}
 		close_at(at);
@@ -1043,6 +1173,7 @@ static void write_tree(char *path)
 		if (error < 0) break;
 		member_name[0] = link_name[0] = 0;
 		sized = 0;
+		moment = NO_MOMENT;
 	}
 	settle_folders();
 	finish(error);
@@ -1480,7 +1611,16 @@ static struct command *start(struct client *owner, u32 id, u8 *data, u32 n)
 
 static void feed(struct command *c)
 {
-	while (c->in >= 0 && c->from < c->to) {
+	while (c->in >= 0) {
+		if (c->from == c->to) {
+			c->from = c->to = 0;
+			if (c->input_over != 1 || !c->terminal) break;
+			/* The end as a person types it: once more after an open line, which the first one only hands over.
+			 * A terminal that is full takes not even this, so it waits its turn as all input does. */
+			c->input[c->to++] = 4;
+			if (c->open_line) c->input[c->to++] = 4;
+			c->input_over = 2;
+		}
 		if (c->client && room(c->client) < RESERVE) return;
 		long n = K(write, c->in, c->input + c->from, c->to - c->from);
 		if (n == -EINTR) continue;
@@ -1488,11 +1628,8 @@ static void feed(struct command *c)
 		if (n < 0) { shut(&c->in); frame(c->client, INPUT_BROKEN, c->id, 0, 0); return; }
 		c->from += n;
 		c->open_line = c->input[c->from - 1] != '\n';
-		frame_number(c->client, INPUT_TAKEN, c->id, n);
+		if (c->input_over < 2) frame_number(c->client, INPUT_TAKEN, c->id, n);
 	}
-	c->from = c->to = 0;
-	/* As a person types it: once more after an open line, which the first one only hands over. */
-	if (c->input_over && c->terminal && c->in >= 0) K(write, c->in, "\4\4", 1 + c->open_line);
 	if (c->input_over) shut(&c->in);
 }
 
@@ -1677,13 +1814,13 @@ static void take(struct client *from, u8 *data, u32 n)
 	if (kind == CREDIT) {
 		c->credit = c->credit + value > 1L << 40 ? 1L << 40 : c->credit + value;
 		settle(c);
-	} else if (kind == INPUT && c->in >= 0) {
+	} else if (kind == INPUT && c->in >= 0 && !c->input_over) {
 		if (c->from && c->to + n > WINDOW) { memmove(c->input, c->input + c->from, c->to - c->from); c->to -= c->from; c->from = 0; }
 		if (n > WINDOW || c->to + n > WINDOW) { shut(&c->in); frame(from, INPUT_BROKEN, id, 0, 0); return; } /* more than agreed */
 		memcpy(c->input + c->to, data, n);
 		c->to += n;
 		feed(c);
-	} else if (kind == INPUT_END) {
+	} else if (kind == INPUT_END && !c->input_over) {
 		c->input_over = 1;
 		feed(c);
 	} else if (kind == SIGNAL) {

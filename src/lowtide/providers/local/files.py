@@ -68,7 +68,11 @@ async def read_file(inside: Caller, path: str) -> AsyncIterator[bytes]:
         _, fds = await answer(reply, path, inside.sandbox_id)
     with os.fdopen(fds[0], "rb", buffering=0) as file:
         left = os.fstat(fds[0]).st_size or None  # /proc and its like say 0 although there is something
+        first = True
         while (left is None or left > 0) and (data := file.read(min(_CHUNK, left or _CHUNK))):
+            if left is None and first and os.fstat(fds[0]).st_size:
+                break  # it was empty, and has begun to grow
+            first = False
             left = None if left is None else left - len(data)
             yield data
             await asyncio.sleep(0)
@@ -92,7 +96,8 @@ async def write_file(
                 written += count
                 await asyncio.sleep(0)
         if modified is not None:
-            os.utime(fd, (modified, modified))
+            moment = round(modified * 1e6) * 1000  # as exact as such a number is
+            os.utime(fd, ns=(moment, moment))
     return written
 
 

@@ -203,6 +203,17 @@ class StreamsConformance(Conformance):
         )
         assert not box.exec(["true"]).result(ANSWER_SECONDS).streams_open
 
+    @requires(Capability.TTY)
+    def test_a_job_that_outlives_its_terminal_is_heard_and_said(self, box: Sandbox) -> None:
+        # What does not ignore the hang-up at the command's end is ended by it, as on every terminal.
+        script = "trap '' HUP; (sleep 0.2; echo late) & echo said"
+        result = box.exec(["sh", "-c", script], tty=True).result(ANSWER_SECONDS)
+        assert (result.stdout, result.streams_open) == ("said\r\nlate\r\n", False)
+        script = "trap '' HUP; sleep 30 & echo $!; exit 3"
+        result = box.exec(["sh", "-c", script], tty=True, drain_seconds=0.2).result(30)
+        assert (result.returncode, result.streams_open) == (3, True)
+        box.exec(["kill", "-9", result.stdout.strip()]).wait(ANSWER_SECONDS)
+
     def test_a_command_that_ended_in_time_has_not_timed_out(self, box: Sandbox) -> None:
         script = "sleep 30 & echo done; exit 5"
         result = box.exec(["sh", "-c", script], timeout_seconds=2, drain_seconds=4).result(ANSWER_SECONDS)

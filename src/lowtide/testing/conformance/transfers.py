@@ -16,6 +16,7 @@ from lowtide.errors import SandboxFileError, ValidationError
 from lowtide.testing.conformance.base import ANSWER_SECONDS, Conformance, eventually, sh
 
 MOMENT = 1_000_000_000
+MOMENT_NS = MOMENT * 10**9 + 250_000_000
 
 
 class TransfersConformance(Conformance):
@@ -143,8 +144,37 @@ class TransfersConformance(Conformance):
             box, f"cd {place}/t && cat closed/object first second link; stat -c %a closed closed/object"
         ) == ("onetwotwotwo555\n444\n")
         sh(box, f"test {place}/t/first -ef {place}/t/second")
+        back = tmp_path / "back"
+        assert box.download(f"{place}/t", back).result(ANSWER_SECONDS).files == 3
+        assert (back / "first").samefile(back / "second"), "one file with two names is not two"
         box.remove(f"{place}/t", recursive=True).result(ANSWER_SECONDS)
         assert sh(box, f"ls -A {place}") == ""
+
+    def test_a_tree_that_has_no_place_changes_nothing(self, box: Sandbox, place: str, tmp_path: Path) -> None:
+        for name in ("a", "b/file", "c/file", "z"):
+            (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "in" / name).write_text("new")
+        sh(
+            box,
+            f"mkdir -p {place}/t {place}/u/z && cd {place} && for f in t/a t/c u/a; do echo old >$f; done",
+        )
+        with pytest.raises(NotADirectoryError):
+            box.upload(tmp_path / "in", f"{place}/t").result(ANSWER_SECONDS)
+        with pytest.raises(IsADirectoryError):
+            box.upload(tmp_path / "in", f"{place}/u").result(ANSWER_SECONDS)
+        assert sh(box, f"cd {place} && find t u | sort && cat t/a t/c u/a").split() == [
+            "t", "t/a", "t/c", "u", "u/a", "u/z", "old", "old", "old"
+        ]  # fmt: skip
+        with pytest.raises(IsADirectoryError):
+            box.download(f"{place}/t", tmp_path / "in").result(ANSWER_SECONDS)
+        assert {path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == {"new"}
+
+    def test_files_of_a_tree_that_do_not_say_their_size_come_whole(
+        self, box: Sandbox, tmp_path: Path
+    ) -> None:
+        moved = box.download("/proc/sys/kernel/random", tmp_path / "out").result(ANSWER_SECONDS)
+        assert (tmp_path / "out" / "boot_id").read_text() == sh(box, "cat /proc/sys/kernel/random/boot_id")
+        assert moved.bytes == sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
 
     def test_what_is_no_file_is_refused_before_it_is_opened(
         self, box: Sandbox, place: str, tmp_path: Path
@@ -160,8 +190,8 @@ class TransfersConformance(Conformance):
         (tmp_path / "t" / "d").mkdir(parents=True)
         for path in (tmp_path / "t" / "d" / "f", tmp_path / "single"):
             path.write_text("x")
-            os.utime(path, (MOMENT, MOMENT))
-        os.utime(tmp_path / "t" / "d", (MOMENT, MOMENT))
+            os.utime(path, ns=(MOMENT_NS, MOMENT_NS))
+        os.utime(tmp_path / "t" / "d", ns=(MOMENT_NS, MOMENT_NS))
         box.upload(tmp_path / "single", f"{place}/single").result(ANSWER_SECONDS)
         box.upload(tmp_path / "t", f"{place}/t").result(ANSWER_SECONDS)
         there = sh(box, f"stat -c %Y {place}/single {place}/t/d {place}/t/d/f")
@@ -169,7 +199,7 @@ class TransfersConformance(Conformance):
         box.download(f"{place}/single", tmp_path / "out").result(ANSWER_SECONDS)
         box.download(f"{place}/t", tmp_path / "back").result(ANSWER_SECONDS)
         for path in (tmp_path / "out", tmp_path / "back" / "d", tmp_path / "back" / "d" / "f"):
-            assert path.stat().st_mtime == MOMENT, path
+            assert path.stat().st_mtime_ns == MOMENT_NS, path
 
     def test_what_cannot_come_is_named(self, box: Sandbox, place: str, tmp_path: Path) -> None:
         sh(box, f"mkdir {place}/t && cd {place}/t && mkfifo pipe && echo x > run && chmod 6755 run")

@@ -1,0 +1,195 @@
+"""A file or a whole directory of a sandbox onto this machine: whole or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import posixpath
+import tarfile
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lowtide import archive, local_target
+from lowtide.errors import SandboxFileError, SandboxIsADirectoryError
+from lowtide.in_thread import in_thread
+from lowtide.providers import derived
+from lowtide.providers.base import DirectFiles, FileEntry, FileKind, Provider
+from lowtide.stream import StreamReader, pump
+from lowtide.transfer import Moved, Transfer, verify
+from lowtide.trees import holes
+from lowtide.trees.remove import remove_tree
+
+T = TypeVar("T")
+
+_CHUNK = 1 << 20
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+async def download(
+    provider: Provider, sandbox_id: str, remote: str, local: str, moved: Moved | None = None
+) -> Transfer:
+    entry = await derived.files_of(provider).stat(sandbox_id, remote)
+    if entry.kind is FileKind.DIRECTORY:
+        return await _download_tree(provider, sandbox_id, remote, local)
+    try:
+        return await _download_file(provider, sandbox_id, remote, local, entry, moved)
+    except SandboxIsADirectoryError:  # a link to one
+        return await _download_tree(provider, sandbox_id, remote, local)
+
+
+async def _download_file(
+    provider: Provider, sandbox_id: str, remote: str, local: str, entry: FileEntry, moved: Moved | None
+) -> Transfer:
+    target = os.path.join(local, posixpath.basename(remote)) if _is_directory(local) else local
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    place, direct = local_target.resolve(target)
+    if direct:
+        count = await _download_into(provider, sandbox_id, remote, place)
+    else:
+        count = await _download_beside(provider, sandbox_id, remote, place, entry, moved)
+    changed = entry.kind is FileKind.FILE and bool(entry.size) and count != entry.size
+    if changed:
+        now = await derived.files_of(provider).stat(sandbox_id, remote)
+        if (now.size, now.modified_at) == (entry.size, entry.modified_at):
+            verify(count, entry.size, remote, provider, sandbox_id)
+    stripped = (remote,) if entry.kind is FileKind.FILE and entry.mode & 0o6000 else ()
+    return Transfer(files=1, bytes=count, changed=(remote,) if changed else (), stripped=stripped)
+
+
+async def _download_into(provider: Provider, sandbox_id: str, remote: str, place: str) -> int:
+    stopped = threading.Event()  # the thread may wait for a reader that never comes
+
+    def keep(chunks: Iterable[bytes]) -> None:
+        local_target.write_into(place, chunks, stopped.is_set)
+
+    count, _ = await _into_thread(provider.read_file(sandbox_id, remote), keep, stopped.set)
+    return count
+
+
+async def _download_beside(
+    provider: Provider, sandbox_id: str, remote: str, place: str, entry: FileEntry, moved: Moved | None
+) -> int:
+    """A new file that takes its place when it is whole."""
+    fd, part = tempfile.mkstemp(prefix=".lowtide-", dir=os.path.dirname(place))
+
+    def keep(chunks: Iterable[bytes]) -> None:
+        with open(fd, "wb", buffering=_CHUNK) as file:
+            for chunk in chunks:
+                holes.write_or_skip(file, chunk)
+                if moved is not None:
+                    moved(len(chunk))
+            holes.finish(file)
+
+    try:
+        if isinstance(provider, DirectFiles) and moved is None:
+            try:
+                count = await provider.read_into(sandbox_id, remote, fd)
+            finally:
+                os.close(fd)
+        else:
+            count, _ = await _into_thread(provider.read_file(sandbox_id, remote), keep)
+        executable = 0o111 if entry.kind is FileKind.FILE and entry.mode & 0o100 else 0
+        os.chmod(part, (0o666 | executable) & ~_umask())
+        if entry.kind is FileKind.FILE and entry.modified_at is not None:
+            moment = (entry.modified_at - _EPOCH) // timedelta(microseconds=1) * 1000
+            with contextlib.suppress(OSError, OverflowError):
+                os.utime(part, ns=(moment, moment))
+        os.replace(part, place)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(part)
+        raise
+    return count
+
+
+async def _download_tree(provider: Provider, sandbox_id: str, remote: str, local: str) -> Transfer:
+    os.makedirs(os.path.dirname(local), exist_ok=True)
+    scratch = tempfile.mkdtemp(prefix=".lowtide-", dir=os.path.dirname(local))
+
+    def keep(chunks: Iterable[bytes]) -> archive.Tree:
+        tree = archive.unpack(chunks, scratch)
+        for _ in chunks:  # padding after the end of the archive
+            pass
+        return tree
+
+    try:
+        chunks = derived.trees_of(provider).read_tree(sandbox_id, remote)
+        _, tree = await _into_thread(chunks, keep)
+        moving = asyncio.ensure_future(in_thread(lambda: _put_in_place(scratch, local)))
+        try:
+            await asyncio.shield(moving)
+        except asyncio.CancelledError:
+            await _to_its_end(moving)  # moved and removed at once, half of it would be left in place
+            raise
+    except tarfile.TarError as error:
+        raise SandboxFileError(
+            f"{remote}: the sandbox sent a broken archive: {error}",
+            path=remote,
+            provider=provider.name,
+            sandbox_id=sandbox_id,
+        ) from error
+    finally:
+        await asyncio.shield(in_thread(lambda: _remove(scratch)))
+    return Transfer(**tree._asdict())
+
+
+def _remove(scratch: str) -> None:
+    with contextlib.suppress(OSError):
+        remove_tree(Path(scratch))
+
+
+def _is_directory(local: str) -> bool:
+    return os.path.isdir(local)
+
+
+def _put_in_place(scratch: str, local: str) -> None:
+    if _is_directory(local):
+        archive.merge(scratch, local)
+    else:
+        os.chmod(scratch, 0o777 & ~_umask())
+        os.rename(scratch, local)
+
+
+def _umask() -> int:
+    """Read without changing it, which would be seen by every other thread."""
+    with open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    return 0o022
+
+
+async def _into_thread(
+    chunks: AsyncIterator[bytes],
+    take: Callable[[Iterable[bytes]], T],
+    give_up: Callable[[], None] = lambda: None,
+) -> tuple[int, T]:
+    """Let `take` use the chunks in a thread of its own, never further ahead than it can follow.
+
+    However this ends, the thread has ended before: what it writes to can be removed then.
+    """
+    stream: StreamReader[bytes] = StreamReader(text=False)
+    taking = asyncio.ensure_future(in_thread(lambda: take(stream)))
+    taking.add_done_callback(lambda _: stream.close())  # it may end early: then nobody makes room
+    try:
+        count = await pump(chunks, stream)
+        stream.end()
+        return count, await asyncio.shield(taking)
+    except BaseException as error:
+        give_up()
+        stream.end(error)
+        stream.close()
+        await _to_its_end(taking)
+        raise
+
+
+async def _to_its_end(work: asyncio.Future[Any]) -> None:
+    """A thread's work is not cut off; what it comes to is of no interest any more."""
+    await asyncio.wait({work})
+    if not work.cancelled():
+        work.exception()
