@@ -43,6 +43,12 @@ def _transfer(home: Path, given: Namespace) -> Comparison:
     return transfer.in_and_out(home, given.large_samples)
 
 
+def _tree(home: Path, given: Namespace) -> Comparison:
+    from benchmarks import transfer
+
+    return transfer.tree_in_and_out(home, given.large_samples)
+
+
 def _ledger(home: Path, given: Namespace) -> Comparison:
     from benchmarks import lifecycle
 
@@ -142,6 +148,7 @@ SECTIONS: dict[str, dict[str, Measure]] = {
         "memory": _memory,
         "import": _import,
         "transfer": _transfer,
+        "tree": _tree,
     },
     "Nothing left behind": {
         "ledger": _ledger,
