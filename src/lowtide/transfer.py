@@ -19,7 +19,8 @@ class Transfer:
     files: int
     bytes: int
     skipped: tuple[str, ...] = ()
-    """Left out: devices, pipes, sockets, and links that would lead out of the directory."""
+    """Left out: devices, pipes, sockets, links that would lead out of the directory, and what says no size and cannot be
+    read, or not to its end (`/proc`)."""
     changed: tuple[str, ...] = ()
     """Written to while they were read. What arrived is what was read: at most the size of the start, never padded."""
     stripped: tuple[str, ...] = ()
