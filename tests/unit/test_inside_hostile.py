@@ -19,6 +19,7 @@ from lowtide.errors import LowtideError
 from lowtide.providers.base import ProcessSpec
 from lowtide.providers.inside import Client, build, frames
 from lowtide.providers.inside.link import GREETING, HEAD, MAGIC, WELCOME
+from lowtide.trees import tar_stream
 
 pytestmark = pytest.mark.timeout(300)
 _settings = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -169,15 +170,25 @@ def test_hostile_offsets_from_a_client_with_the_key(
 @given(
     kinds=st.lists(st.sampled_from(b"0125xLKg76S\0"), min_size=1, max_size=5),
     names=st.lists(st.binary(max_size=120), min_size=5, max_size=5),
-    sizes=st.lists(st.sampled_from([0, 1, 511, 512, 513, 8**11 - 1, 40_000]), min_size=5, max_size=5),
-    body=st.binary(max_size=1500),
+    sizes=st.lists(st.sampled_from([0, 1, 511, 512, 513, 8**11 - 1, 40_000, None]), min_size=5, max_size=5),
+    body=st.one_of(
+        st.binary(max_size=1500),
+        st.builds(
+            tar_stream._record,
+            st.sampled_from([b"LOWTIDE.wanted", b"mtime", b"path", b"size"]),
+            st.one_of(
+                st.lists(st.sampled_from([b"d", b"f", b"a", b"../", b"/", b"\0", b"-", b"."])).map(b"".join),
+                st.binary(max_size=1000),
+            ),
+        ),
+    ),
 )
 def test_a_hostile_tar_stream(
     sanitized: Path,
     tmp_path_factory: pytest.TempPathFactory,
     kinds: list[int],
     names: list[bytes],
-    sizes: list[int],
+    sizes: list[int | None],
     body: bytes,
 ) -> None:
     from lowtide.providers.inside import files
@@ -186,7 +197,8 @@ def test_a_hostile_tar_stream(
     for kind, name, size in zip(kinds, names, sizes, strict=False):
         head = bytearray(512)
         head[: min(100, len(name))] = name[:100]
-        head[100:108], head[124:136] = b"0000644\0", b"%011o\0" % size
+        head[100:108], head[124:136] = b"0000644\0", b"%011o\0" % (len(body) if size is None else size)
+        head[500:512] = (b"ns" + name)[:12].ljust(12, b"9")
         head[156] = kind
         stream += bytes(head) + body.ljust((len(body) + 511) // 512 * 512, b"\0")
 
