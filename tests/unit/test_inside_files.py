@@ -7,6 +7,7 @@ import io
 import os
 import tarfile
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -210,6 +211,29 @@ async def test_a_file_that_says_another_size_than_it_has_is_not_padded(client: C
         for name in steady:
             with open(os.path.join(place, name), "rb") as file:
                 assert found[name] == len(file.read()) > 0
+
+
+async def test_what_goes_away_while_a_tree_is_read_is_left_out(client: Client, tmp_path: Path) -> None:
+    over = threading.Event()
+
+    def change() -> None:
+        while not over.is_set():
+            (tmp_path / "t" / "d" / "e").mkdir(parents=True)
+            (tmp_path / "t" / "d" / "e").rmdir()
+            (tmp_path / "t" / "d").rmdir()
+            (tmp_path / "t" / "d").symlink_to("/etc")
+            (tmp_path / "t" / "d").unlink()
+
+    (tmp_path / "t").mkdir()
+    changing = asyncio.ensure_future(asyncio.to_thread(change))
+    try:
+        for _ in range(100):
+            packed = await _all(files.read_tree(client, str(tmp_path / "t")))
+            with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
+                assert set(tar.getnames()) <= {".", "./d", "./d/e"}
+    finally:
+        over.set()
+        await changing
 
 
 @pytest.mark.parametrize("name", ["../out", "a/../../out", "/../out", "a/.."])
