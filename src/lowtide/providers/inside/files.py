@@ -160,14 +160,16 @@ async def _fields(answer: Answer) -> list[bytes]:
 
 def _entry(answer: Answer, facts: bytes, name: str, path: str, target: bytes) -> FileEntry:
     try:
-        kind, size, mode, seconds, nanoseconds = facts.decode("ascii").split()
+        kind, size, mode, seconds, *fraction = facts.decode(
+            "ascii"
+        ).split()  # none: a program from before there was one
         return FileEntry(
             name=name,
             path=path,
             kind=_KINDS.get(kind, FileKind.OTHER),
             size=int(size),
             mode=int(mode),
-            modified_at=_moment(int(seconds), int(nanoseconds)),
+            modified_at=_moment(int(seconds), int(fraction[0]) if fraction else 0),
             target=target.decode("utf-8", "surrogateescape") if kind == "l" else None,
         )
     except (ValueError, OverflowError, OSError):
