@@ -59,6 +59,7 @@ def test_cp_of_a_tar_stream(cli: Cli, box: str) -> None:  # noqa: F811
     out = cli("cp", f"{box}:/in", "-")
     assert out.returncode == 0, out.stderr
     with tarfile.open(fileobj=io.BytesIO(out.stdout)) as tar:
+        assert tar.getnames()[:2] == ["in", "in/d"], "the directory itself, and once"
         member = tar.getmember("in/d/" + "n" * 150)
         content = tar.extractfile(member)
         assert content is not None

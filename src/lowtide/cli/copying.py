@@ -102,6 +102,8 @@ def write_tar(box: Sandbox, path: str, name: str, there: FileEntry) -> None:
         return
     place, sandbox_id = connected(box)
     tree = derived.trees_of(place).read_tree(sandbox_id, path)
+    top = os.fsencode(name) + b"/"  # said here, and not by every provider: an empty directory is one too
+    out.write(tar_stream.header(top, tar_stream.FOLDER, there.mode, 0, _moment(there)))
     moved, shorter = engine().run(_rename(tree, os.fsencode(name), out))
     out.flush()
     _tell(moved)
@@ -116,8 +118,7 @@ def _write_file(box: Sandbox, path: str, name: bytes, there: FileEntry, out: IO[
     else:  # a link, or a file that does not say its size
         data = box.read_file(path).result()
         size, chunks = len(data), [data]
-    moment = int(there.modified_at.timestamp() * 1e6) * 1000 if there.modified_at else 0
-    out.write(tar_stream.header(name, tar_stream.FILE, there.mode, size, moment))
+    out.write(tar_stream.header(name, tar_stream.FILE, there.mode, size, _moment(there)))
     left = size
     for chunk in chunks:
         out.write(chunk[:left])
@@ -125,6 +126,10 @@ def _write_file(box: Sandbox, path: str, name: bytes, there: FileEntry, out: IO[
     if left:
         raise _shorter(clean(path), box)  # and no end of the archive: nobody takes it for whole
     out.write(tar_stream.padding(size) + tar_stream.END)
+
+
+def _moment(there: FileEntry) -> int:
+    return int(there.modified_at.timestamp() * 1e6) * 1000 if there.modified_at else 0
 
 
 def _shorter(names: str, box: Sandbox) -> SandboxFileError:
@@ -162,6 +167,8 @@ async def _rename(chunks: AsyncIterator[bytes], name: bytes, out: IO[bytes]) -> 
                 continue
             inner = member.name.removeprefix(b"./").lstrip(b"/")
             link, last = member.link, None
+            if not inner:
+                continue  # the directory itself
             if member.kind == tar_stream.OTHER or b".." in inner.split(b"/"):
                 skipped.append(os.fsdecode(member.name))
                 continue
@@ -170,7 +177,7 @@ async def _rename(chunks: AsyncIterator[bytes], name: bytes, out: IO[bytes]) -> 
                 if b".." in link.split(b"/"):
                     skipped.append(os.fsdecode(member.name))
                     continue
-            whole = name + b"/" + inner if inner else name + b"/"
+            whole = name + b"/" + inner
             size = member.size if member.kind == tar_stream.FILE else 0
             if member.kind == tar_stream.FILE:
                 last = (os.fsdecode(inner), size)
