@@ -41,15 +41,15 @@ def wrongly(descriptor: Any, sample: Any, depth: int = 0) -> Iterator[Message]:
                     continue
                 yield one
             continue
-        repeated = _repeated(field)
+        many = repeated(field)
         if field.message_type is not None:
             if depth > 4 or field.message_type.full_name.startswith("google.protobuf"):
                 continue
             inner = getattr(sample, field.name)
-            base = (inner[0] if inner else kind_of(field.message_type)()) if repeated else inner
+            base = (inner[0] if inner else kind_of(field.message_type)()) if many else inner
             for wrong in wrongly(field.message_type, base, depth + 1):
                 one = _copy(sample)
-                if repeated:
+                if many:
                     del getattr(one, field.name)[:]
                     getattr(one, field.name).append(wrong)
                 else:
@@ -59,7 +59,7 @@ def wrongly(descriptor: Any, sample: Any, depth: int = 0) -> Iterator[Message]:
         for value in _values(field):
             one = _copy(sample)
             try:
-                if repeated:
+                if many:
                     getattr(one, field.name).extend([value, value])
                 else:
                     setattr(one, field.name, value)
@@ -68,7 +68,7 @@ def wrongly(descriptor: Any, sample: Any, depth: int = 0) -> Iterator[Message]:
             yield one
 
 
-def _repeated(field: Any) -> bool:
+def repeated(field: Any) -> bool:
     return bool(field.is_repeated if hasattr(field, "is_repeated") else field.label == field.LABEL_REPEATED)
 
 

@@ -47,18 +47,18 @@ class Sender:
         self.channel = grpc.insecure_channel(handle.urls["coreweave"].removeprefix("http://"))
         self.key = handle.environment["CWSANDBOX_API_KEY"]
 
-    def __call__(self, method: Any, data: bytes, metadata: Any = None) -> str:
+    def __call__(self, method: Any, data: bytes, metadata: Any = None, timeout: float = 20) -> str:
         """The name of the status it was answered with."""
         path = f"/{method.containing_service.full_name}/{method.name}"
         sent = (("authorization", f"Bearer {self.key}"),) if metadata is None else metadata
         streams = _streams(method)
         try:
             if streams[0]:
-                list(self.channel.stream_stream(path)(iter([data, data]), metadata=sent, timeout=20))
+                list(self.channel.stream_stream(path)(iter([data, data]), metadata=sent, timeout=timeout))
             elif streams[1]:
-                list(self.channel.unary_stream(path)(data, metadata=sent, timeout=20))
+                list(self.channel.unary_stream(path)(data, metadata=sent, timeout=timeout))
             else:
-                self.channel.unary_unary(path)(data, metadata=sent, timeout=20)
+                self.channel.unary_unary(path)(data, metadata=sent, timeout=timeout)
         except grpc.RpcError as error:
             return str(error.code().name)
         return "OK"

@@ -7,7 +7,6 @@ listed, found and used, and a quickstart runs.
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import re
 import socket
@@ -20,8 +19,10 @@ import pytest
 from lowtide.emulators.handle import Handle
 from lowtide.testing import emulator
 from tests.emulators.hostile import (
+    ENVD,
     HEADERS,
     Call,
+    Sender,
     bodies,
     from_attrs_client,
     from_pydantic_client,
@@ -33,46 +34,6 @@ pytest.importorskip("e2b")
 pytest.importorskip("runloop_api_client")
 
 ALLOWED = {501, 502}  # not emulated; nobody listens on that port of the sandbox
-SLOWEST_SECONDS = 20.0
-
-
-class Sender:
-    """Plain HTTP over one connection, with whatever bytes a test wants in a header."""
-
-    def __init__(self, base: str, headers: dict[bytes, bytes]) -> None:
-        parts = urlsplit(base)
-        self.prefix, self.netloc, self.headers = parts.path, parts.netloc, headers
-        self.connection = http.client.HTTPConnection(
-            parts.hostname or "", parts.port, timeout=SLOWEST_SECONDS
-        )
-
-    def __call__(
-        self, method: str, path: str, body: bytes = b"", headers: dict[bytes, bytes] | None = None
-    ) -> tuple[int, bytes]:
-        sent = {
-            b"Host": self.netloc.encode(),
-            b"Content-Type": b"application/json",
-            **self.headers,
-            **(headers or {}),
-        }
-        try:
-            self.connection.putrequest(method, self.prefix + path, skip_host=True, skip_accept_encoding=True)
-            for name, value in sent.items():
-                self.connection.putheader(name, value)  # type: ignore[arg-type]
-            self.connection.putheader("Content-Length", str(len(body)))
-            self.connection.endheaders(body)
-            answer = self.connection.getresponse()
-            return answer.status, answer.read(4_000_000)
-        except (TimeoutError, ConnectionError, http.client.HTTPException) as error:
-            self.connection.close()
-            if isinstance(error, TimeoutError):
-                raise AssertionError(f"{method} {path}: no answer in {SLOWEST_SECONDS:.0f} s") from None
-            return 0, b""
-
-    def json(self, method: str, path: str, body: Any = None) -> Any:
-        status, data = self(method, path, b"" if body is None else json.dumps(body).encode())
-        assert 200 <= status < 300, (method, path, status, data)
-        return json.loads(data) if data else None
 
 
 @pytest.fixture(scope="module")
@@ -259,34 +220,13 @@ def test_hostile_requests_at_every_call_of_daytonas_toolbox_are_refused(
     report(attempts(calls, send, {}))
 
 
-_RPC = {
-    "process.Process": {
-        "List": {},
-        "Update": {"process": {"pid": 1}, "pty": {"size": {"cols": 80, "rows": 24}}},
-        "SendInput": {"process": {"pid": 1}, "input": {"stdin": "YQ=="}},
-        "SendSignal": {"process": {"pid": 999_999}, "signal": "SIGNAL_SIGTERM"},
-        "CloseStdin": {"process": {"pid": 1}},
-    },
-    "filesystem.Filesystem": {
-        "Stat": {"path": "/tmp"},
-        "MakeDir": {"path": "/tmp/made"},
-        "Move": {"source": "/tmp/a", "destination": "/tmp/b"},
-        "ListDir": {"path": "/tmp", "depth": 1},
-        "Remove": {"path": "/tmp/none"},
-        "CreateWatcher": {"path": "/tmp", "recursive": False},
-        "GetWatcherEvents": {"watcherId": "none"},
-        "RemoveWatcher": {"watcherId": "none"},
-    },
-}
-
-
 def test_hostile_requests_at_envd_are_refused(served: Handle, e2b_neighbour: str) -> None:
     made = e2b(served).json("POST", "/sandboxes", {"templateID": "base", "secure": False})["sandboxID"]
     send = e2b(served)
     send.headers |= {b"E2b-Sandbox-Id": made.encode()}
     calls = [
         Call(method="POST", path=f"/{service}/{method}", fields=tuple(sample), sample=sample)
-        for service, methods in _RPC.items()
+        for service, methods in ENVD.items()
         for method, sample in methods.items()
     ]
     calls += [Call(method="POST", path="/files", query=("path", "username", "signature"))]

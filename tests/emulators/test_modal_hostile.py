@@ -70,14 +70,14 @@ class Sender:
         definition = pb.Sandbox(entrypoint_args=words, image_id=self.image_id, timeout_secs=600)
         return pb.SandboxCreateV2Request(app_id=self.app_id, definition=definition)
 
-    def __call__(self, method: Any, data: bytes, metadata: Any = None) -> str:
+    def __call__(self, method: Any, data: bytes, metadata: Any = None, timeout: float = 20) -> str:
         """The name of the status it was answered with."""
         path = f"/{method.containing_service.full_name}/{method.name}"
         sent = self.metadata if metadata is None else metadata
         given = iter([data, data]) if method.client_streaming else data
         kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
         try:
-            answer = getattr(self.channel, kind)(path)(given, metadata=sent, timeout=20)
+            answer = getattr(self.channel, kind)(path)(given, metadata=sent, timeout=timeout)
             if method.server_streaming:
                 list(answer)
         except grpc.RpcError as error:

@@ -19,6 +19,7 @@ def main(*arguments: str) -> int:
     parser.add_argument("--port-base", type=int)
     parser.add_argument("--limit", type=int, default=DEFAULT_LIMIT)
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--network", default="none")
     parser.add_argument("--home", type=Path)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--until-stdin-closes", action="store_true")
@@ -28,6 +29,7 @@ def main(*arguments: str) -> int:
         port_base=given.port_base,
         limit=given.limit,
         plain=given.plain,
+        network=given.network,
         home=given.home,
     )
     try:

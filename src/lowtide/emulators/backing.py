@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowtide.errors import LowtideError, ResourceExhaustedError, SandboxUnavailableError
+from lowtide.errors import LowtideError, ResourceExhaustedError, SandboxUnavailableError, ValidationError
 from lowtide.providers.base import (
     Labels,
     Limits,
@@ -38,9 +38,11 @@ def local_provider(directory: Path) -> LocalProvider:
 class Backing:
     """Makes, counts and ends local sandboxes. Ids are the provider's own."""
 
-    def __init__(self, directory: Path, *, limit: int) -> None:
+    def __init__(self, directory: Path, *, limit: int, network: Network | None = None) -> None:
+        """`network`: what a sandbox may reach that asks for nothing else; None: nothing."""
         self.provider = local_provider(directory)
         self.limit = limit
+        self.network = network or Network()
         self._held: set[str] = set()
         self._making = 0
         self._closing = False
@@ -61,12 +63,12 @@ class Backing:
         limits: Limits | None = None,
         ports: tuple[int, ...] = (),
         options: Any = None,
-        allow: Sequence[str] = (),
+        allow: Sequence[str] | None = None,
         counted: bool = True,
     ) -> str:
-        """A new sandbox with its own network, ready for commands. ResourceExhaustedError at the limit.
+        """A new sandbox, ready for commands. ResourceExhaustedError at the limit.
 
-        Without an allow-list there is no way out of that network.
+        `allow` is the list it was asked for with; an empty one shuts it off, None leaves it to the user.
         """
         if counted and self.count >= self.limit:
             raise ResourceExhaustedError(f"this emulator holds its limit of {self.limit} sandboxes")
@@ -80,7 +82,7 @@ class Backing:
             command=command,
             environment=environment or {},
             limits=limits or Limits(),
-            network=Network(mode=NetworkMode.ALLOW if allow else NetworkMode.NONE, allow=tuple(allow)),
+            network=self.network if allow is None else _listed(allow),
             ports=ports,
             options=options,
         )
@@ -156,6 +158,23 @@ class Backing:
         finally:
             self._held.clear()
             await self.provider.aclose()
+
+
+def network_of(said: str) -> Network:
+    """`none`, `full`, or `allow=` and hosts and ranges, separated by commas. ValidationError for anything else."""
+    word, equals, entries = said.partition("=")
+    if said in ("none", "full"):
+        return Network(mode=NetworkMode(said))
+    if word != "allow" or not equals:
+        raise ValidationError(f"network is none, full or allow=HOST,…, not {said!r}", argument="network")
+    try:
+        return _listed([policy.entry(text).text for text in entries.split(",") if text.strip()])
+    except ValueError as error:
+        raise ValidationError(f"network has a bad entry: {error}", argument="network") from None
+
+
+def _listed(allow: Sequence[str]) -> Network:
+    return Network(mode=NetworkMode.ALLOW if allow else NetworkMode.NONE, allow=tuple(allow))
 
 
 def allowed(entries: Sequence[str]) -> tuple[str, ...]:

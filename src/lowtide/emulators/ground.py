@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from lowtide.emulators import registry
-from lowtide.emulators.backing import Backing
+from lowtide.emulators.backing import Backing, network_of
 from lowtide.emulators.clock import Clock
 from lowtide.emulators.faults import Faults
 from lowtide.emulators.state import State
@@ -99,6 +99,8 @@ class Settings:
     """Point SDKs at plain URLs instead of the CONNECT proxy."""
     on_call: Callable[[AnsweredCall], None] | None = None
     """Told of every call that was answered: for `--log`."""
+    network: str = "none"
+    """What a sandbox may reach that asks for nothing else: `none`, `full` or `allow=HOST,…`."""
     home: Path | None = None
     """Where state goes; None: lowtide's own state directory."""
 
@@ -110,6 +112,7 @@ class Settings:
                 "say --allow-remote if that is what you want",
                 argument="host",
             )
+        network_of(self.network)
         if self.limit < 1:
             raise ValidationError("limit is at least 1", argument="limit")
         if self.port_base is not None and not 1 <= self.port_base <= 65535 - len(self.names):
@@ -148,7 +151,9 @@ class Ground:
 
         settings = self.settings
         self.state = State.open(settings.home)
-        self.backing = Backing(self.state.directory, limit=settings.limit)
+        self.backing = Backing(
+            self.state.directory, limit=settings.limit, network=network_of(settings.network)
+        )
         names = registry.check(settings.names)
         for index, name in enumerate(names):
             emulator = registry.load(name)(self)
@@ -235,6 +240,7 @@ class Ground:
             "environment": self.environment(),
             "admin": {"url": f"{self.gate_address.url}/_lowtide", "token": self.admin_token},
             "certificate": self.certificate_bundle,
+            "network": self.settings.network,
         }
 
     async def aclose(self) -> None:

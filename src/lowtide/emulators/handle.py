@@ -24,13 +24,15 @@ def start(
     port_base: int | None = None,
     limit: int | None = None,
     plain: bool = False,
+    network: str = "none",
     home: str | os.PathLike[str] | None = None,
     timeout_seconds: float = 30.0,
 ) -> Handle:
     """Start the named emulators on loopback and wait until they serve.
 
     They run in one process of their own, which ends with `Handle.close`, and by itself when this
-    process is gone. `plain` points SDKs at plain URLs instead of the CONNECT proxy. Raises
+    process is gone. `plain` points SDKs at plain URLs instead of the CONNECT proxy.
+    `network` is what sandboxes may reach that ask for nothing else: `none`, `full` or `allow=HOST,…`. Raises
     ValidationError for an unknown name, MissingDependencyError when the extra is not installed.
     """
     names = registry.check(names)
@@ -41,6 +43,8 @@ def start(
         command += ["--limit", str(limit)]
     if plain:
         command.append("--plain")
+    if network != "none":
+        command += ["--network", network]
     if home is not None:
         command += ["--home", str(Path(home).absolute())]
     process = subprocess.Popen(

@@ -40,6 +40,13 @@ class _WithCommand(click.Command):
 @click.option("--allow-remote", is_flag=True, help="Allow an address that other machines can reach.")
 @click.option("--plain", is_flag=True, help="Point SDKs at plain URLs instead of the CONNECT proxy.")
 @click.option("--limit", type=int, default=500, show_default=True, help="Most sandboxes at a time.")
+@click.option(
+    "--network",
+    default="none",
+    show_default=True,
+    metavar="N",
+    help="What a sandbox may reach that asks for nothing else: none, full, or allow=HOST,….",
+)
 @click.option("--log", "log_calls", is_flag=True, help="Show calls as they are answered, on standard error.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of export lines.")
 @click.pass_context
@@ -51,6 +58,7 @@ def command(
     allow_remote: bool,
     plain: bool,
     limit: int,
+    network: str,
     log_calls: bool,
     as_json: bool,
 ) -> None:
@@ -70,11 +78,14 @@ def command(
         allow_remote=allow_remote,
         limit=limit,
         plain=plain,
+        network=network,
         on_call=_show_call if log_calls else None,
     )
 
     def ready(described: dict[str, Any]) -> None:
         if program:
+            if network != "none":
+                click.echo(f"lowtide emulate: network of the sandboxes: {network}", err=True)
             return
         if as_json:
             click.echo(json_format.dumps(described))
@@ -108,7 +119,7 @@ def _show_table(described: dict[str, Any], limit: int) -> None:
     console = Console(stderr=True, highlight=False)
     console.print(table)
     console.print(
-        f"at most {limit} sandboxes, without a network of their own; Ctrl+C ends it and every sandbox"
+        f"at most {limit} sandboxes, network: {described['network']}; Ctrl+C ends it and every sandbox"
     )
 
 

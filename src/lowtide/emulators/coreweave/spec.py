@@ -72,19 +72,19 @@ def _amount(quantity: str) -> float:
     return float(number or 0) * _UNITS.get(quantity[len(number) :], 1)
 
 
-def ways_out(network: Any) -> tuple[str, ...]:
-    """The allow-list that its rules come to; none where all is open or shut, because here nothing is open."""
+def ways_out(network: Any) -> tuple[str, ...] | None:
+    """The allow-list that its rules come to; None where there are none, or all is open."""
     entries = []
     for rule in network.egress:
         kind = rule.WhichOneof("destination")
         if kind == "any":
-            return ()
+            return None
         if kind == "https_hostname":
             entries.append(f"{rule.https_hostname}:443")
         elif kind == "cidr":
             ports = [f":{p.port}" for p in rule.ports] or [""]
             entries += [f"{rule.cidr.cidr}{port}" for port in ports]
-    return allowed(entries)
+    return allowed(entries) if network.egress else None
 
 
 def check_tags(tags: Collection[str]) -> None:

@@ -48,7 +48,8 @@ class Machine:
         """A backing sandbox with Daytona's user and home, and the way out that its lists allow."""
         backing = self.ground.backing
         lists = [network.get(key) or "" for key in ("networkAllowList", "domainAllowList")]
-        allow = allowed([entry for text in lists for entry in text.split(",") if entry])
+        entries = [entry for text in lists for entry in text.split(",") if entry]
+        allow = allowed(entries) if entries else None
         if network.get("networkBlockAll"):
             allow = ()
         made = await backing.create(snapshot=snapshot, command=first_process(), allow=allow)

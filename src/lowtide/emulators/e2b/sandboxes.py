@@ -73,7 +73,9 @@ class Sandboxes:
         now = round(self.ground.clock.now(), 3)  # what people get to see and send back
         timeout = checked_timeout(asked.get("timeout"))
         metadata = strings(asked.get("metadata"), "metadata")
-        backing = await self._make_backing(snapshot.backing_id if snapshot else None, network)
+        backing = await self._make_backing(
+            snapshot.backing_id if snapshot else None, network, asked.get("allow_internet_access")
+        )
         sandbox = Sandbox(
             sandbox_id=new_id("i"),
             template_id=snapshot.template if snapshot else TEMPLATES.get(alias, alias),
@@ -103,10 +105,12 @@ class Sandboxes:
         if sandbox.template_id == TEMPLATES["code-interpreter-v1"] and interpreter.available():
             sandbox.interpreter = interpreter.Interpreter(self.ground, self, sandbox)
 
-    async def _make_backing(self, snapshot: str | None, network: dict[str, Any]) -> str:
-        # An allow-list is one only with everything else denied; without it the service allows all, and we nothing.
-        closed = "0.0.0.0/0" in (network.get("denyOut") or ())
-        allow = allowed(network.get("allowOut") or ()) if closed else ()
+    async def _make_backing(
+        self, snapshot: str | None, network: dict[str, Any], internet: bool | None
+    ) -> str:
+        # An allow-list is one only with everything else denied; without it the service allows all, and we what we may.
+        closed = internet is False or "0.0.0.0/0" in (network.get("denyOut") or ())
+        allow = allowed(network.get("allowOut") or ()) if closed else None
         return await self.ground.backing.create(snapshot=snapshot, command=first_process(), allow=allow)
 
     async def fork(self, sandbox_id: str, count: int, timeout: float | None) -> list[Sandbox | Exception]:
@@ -119,7 +123,7 @@ class Sandboxes:
 
         async def one() -> Sandbox | Exception:
             try:
-                backing = await self._make_backing(copied, source.network)
+                backing = await self._make_backing(copied, source.network, source.allow_internet_access)
             except LowtideError as error:
                 return error
             now = self.ground.clock.now()
@@ -253,7 +257,9 @@ class Sandboxes:
         if sandbox.frozen:
             await self._freeze(sandbox, "CONT")
         else:
-            sandbox.backing_id = await self._make_backing(sandbox.paused_snapshot, sandbox.network)
+            sandbox.backing_id = await self._make_backing(
+                sandbox.paused_snapshot, sandbox.network, sandbox.allow_internet_access
+            )
             sandbox.paused_snapshot = None  # the new sandbox stands on it
             sandbox.boot_id, sandbox.settled = str(uuid.uuid4()), False
             self._start_interpreter(sandbox)

@@ -106,12 +106,13 @@ class Sandboxes:
     async def _make(self, box: Box) -> None:
         access, need = box.definition.network_access, box.definition.resources
         entries = [*access.allowed_cidrs, *access.allowed_domains]
+        shut = access.network_access_type in (access.BLOCKED, access.ALLOWLIST)
         backing = self.ground.backing
         box.backing_id = await backing.create(
             command=_IDLE,
             snapshot=box.image.snapshot,
             ports=tuple(one.port for one in box.definition.open_ports.ports),
-            allow=allowed(entries),
+            allow=allowed(entries) if shut or entries else None,
             limits=Limits(
                 cpu=need.milli_cpu_max / 1000 or None, memory_bytes=(need.memory_mb_max << 20) or None
             ),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from lowtide.emulators.backing import allowed
 from lowtide.emulators.fields import (
     FLAG,
     LIST_OF_OBJECTS,
@@ -149,6 +150,19 @@ class Account:
         if found is None:
             raise Refused(404, "network policy not found")
         return found
+
+    def ways_out(self, policy_id: str | None) -> tuple[str, ...] | None:
+        """The allow-list of a policy; None where there is none, or it allows all."""
+        policy = self._policies.get(policy_id or "")
+        if policy is None or policy["egress"]["allow_all"]:
+            return None
+        entries = list(policy["egress"]["allowed_hostnames"])
+        for one in policy["egress"]["allowed_cidrs"]:
+            ports = one.get("ports") if isinstance(one.get("ports"), list) else None
+            for port in ports or [None]:
+                number = port.get("port") if isinstance(port, dict) else None
+                entries.append(f"{one.get('cidr')}" + (f":{number}" if number is not None else ""))
+        return allowed(entries)
 
     async def get_policy(self, request: web.Request) -> web.Response:
         return web.json_response(self._policy(request))

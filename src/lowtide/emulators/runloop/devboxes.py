@@ -110,6 +110,9 @@ class Devboxes:
         self._begin(self._boot(devbox, slow, broken))
         return devbox
 
+    def _ways_out(self, devbox: Devbox) -> tuple[str, ...] | None:
+        return self.account.ways_out(devbox.launch.get("network_policy_id"))
+
     async def _boot(self, devbox: Devbox, slow: float, broken: bool) -> None:
         async with devbox.lock:
             try:
@@ -118,7 +121,7 @@ class Devboxes:
                 if devbox.status in OVER:
                     return
                 devbox.backing_id = await self.ground.backing.create(
-                    snapshot=devbox.base, command=first_process()
+                    snapshot=devbox.base, command=first_process(), allow=self._ways_out(devbox)
                 )
                 for path, text in devbox.file_mounts.items():
                     await self.write(devbox, path, text.encode())
@@ -283,7 +286,7 @@ class Devboxes:
                 if devbox.status is not Status.PROVISIONING:
                     return
                 devbox.backing_id = await self.ground.backing.create(
-                    snapshot=devbox.disk, command=first_process()
+                    snapshot=devbox.disk, command=first_process(), allow=self._ways_out(devbox)
                 )
                 devbox.cut = asyncio.Event()
                 devbox.active_at = self.ground.clock.now()
