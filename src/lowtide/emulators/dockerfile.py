@@ -1,19 +1,186 @@
-"""What can be followed of a Dockerfile without a builder."""
+"""A Dockerfile as the steps of a build, and what it sets for what runs on it later. No I/O."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import posixpath
+import re
 import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+_VARIABLE = re.compile(r"\\\$|\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
+_HEREDOC = re.compile(r"<<-?\s*[\"']?(\w+)[\"']?")
+_FLAG = re.compile(r"--([a-z-]+)(?:=(\S+))?\s+")
+
+
+class CannotBuild(Exception):
+    """An instruction that cannot be followed, in words for the build's log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What holds for a step, and at the end for what runs on the image."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    workdir: str = ""
+    user: str = ""
+
+    def at(self, path: str) -> str:
+        return posixpath.normpath(posixpath.join(self.workdir or "/", path))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One instruction; what is to be run for it, or copied, and in which surroundings."""
+
+    shown: str
+    argv: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    """Of a COPY, in the build's context; `target` is where they go."""
+    target: str = ""
+    around: Surroundings = field(default_factory=Surroundings)
+    """After the instruction."""
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    """Of the build: in the environment of a RUN, and of nothing later."""
+    apart: bool = False
+    """It runs as root at `/`, whatever surrounds it."""
+
+
+def steps(
+    text: str, *, given: Mapping[str, str] | None = None, around: Surroundings | None = None
+) -> Iterator[Step]:
+    """The instructions of a Dockerfile in their order. `given`: build arguments. CannotBuild for what is not built here."""
+    around = around or Surroundings()
+    arguments: dict[str, str] = {}
+    stages = 0
+    for word, rest in instructions(text):
+        shown = f"{word} {rest}"
+        known = {**arguments, **around.environment}
+        match word:
+            case "FROM":
+                stages += 1
+                if stages > 1:
+                    raise CannotBuild("a Dockerfile with more than one stage is not built here")
+                yield Step(shown=shown, around=around)
+            case "ARG":
+                name, _, value = rest.partition("=")
+                arguments[name.strip()] = (given or {}).get(name.strip(), _expand(_unquoted(value), known))
+                yield Step(shown=shown, around=around)
+            case "ENV":
+                around = replace(around, environment={**around.environment, **_pairs(rest, known)})
+                yield Step(shown=shown, around=around)
+            case "WORKDIR":
+                around = replace(around, workdir=around.at(_expand(_unquoted(rest), known)))
+                yield Step(shown=shown, argv=("/bin/mkdir", "-p", around.workdir), around=around, apart=True)
+            case "USER":
+                around = replace(around, user=_expand(rest, known).partition(":")[0])
+                yield Step(shown=shown, around=around)
+            case "RUN":
+                while flag := _FLAG.match(rest):  # --mount, --network: of BuildKit
+                    rest = rest[flag.end() :]
+                argv = _words(rest) or ("/bin/sh", "-c", rest)
+                yield Step(shown=shown, argv=argv, around=around, arguments=dict(arguments))
+            case "COPY" | "ADD":
+                yield _copy(shown, rest, known, around)
+            case _:  # EXPOSE, LABEL, CMD, ENTRYPOINT, SHELL…: nothing is done for them while building
+                yield Step(shown=shown, around=around)
+
+
+def instructions(text: str) -> Iterator[tuple[str, str]]:
+    """The word and the rest of each: lines that go on and here-documents are put together, comments left out."""
+    lines = iter(text.splitlines())
+    for line in lines:
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        whole = line
+        while whole.rstrip().endswith("\\"):
+            more = next(lines, None)
+            if more is None:
+                whole = whole.rstrip()[:-1]
+                break
+            if more.lstrip().startswith("#"):
+                continue
+            whole = whole.rstrip()[:-1] + "\n" + more if "<<" in whole else whole.rstrip()[:-1] + " " + more
+        word, _, rest = whole.strip().partition(" ")
+        if word.upper() == "RUN" and (mark := _HEREDOC.search(rest)):
+            body = [rest]
+            for more in lines:
+                body.append(more)
+                if more.strip() == mark[1]:
+                    break
+            inside = body[1:-1]
+            # `RUN <<EOF` alone is a script; anything before it takes the document as its input.
+            rest = "\n".join(inside if not rest[: mark.start()].strip() else body)
+        yield word.upper(), rest.strip()
 
 
 def variables(text: str) -> dict[str, str]:
     """Its ENV lines; one that cannot be read is left out."""
     found: dict[str, str] = {}
-    for line in text.splitlines():
-        if line.upper().startswith("ENV "):
-            with contextlib.suppress(ValueError):
-                for word in shlex.split(line[4:]):
-                    key, equals, value = word.partition("=")
-                    if equals:
-                        found[key] = value
+    for word, rest in instructions(text):
+        if word == "ENV":
+            with contextlib.suppress(CannotBuild):
+                found.update(_pairs(rest, found))
     return found
+
+
+def _copy(shown: str, rest: str, known: Mapping[str, str], around: Surroundings) -> Step:
+    while flag := _FLAG.match(rest):
+        if flag[1] == "from":
+            raise CannotBuild("COPY --from: other stages and images are not built here")
+        rest = rest[flag.end() :]
+    words = list(_words(rest) or _split(rest))
+    if len(words) < 2:
+        raise CannotBuild(f"{shown}: a source and a target are needed")
+    if any("://" in one for one in words[:-1]):
+        raise CannotBuild(f"{shown}: addresses are not fetched here")
+    *sources, target = (_expand(one, known) for one in words)
+    place = around.at(target) + ("/" if target.endswith(("/", ".")) and around.at(target) != "/" else "")
+    return Step(shown=shown, sources=tuple(sources), target=place, around=around)
+
+
+def _pairs(rest: str, known: Mapping[str, str]) -> dict[str, str]:
+    words = _split(rest)
+    if words and "=" not in words[0]:  # the old form: ENV name value with spaces
+        name, _, value = rest.partition(" ")
+        return {name: _expand(value.strip(), known)}
+    found = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals and name:
+            found[name] = _expand(value, known)
+    return found
+
+
+def _words(rest: str) -> tuple[str, ...]:
+    """The JSON form of an instruction; empty where it is none."""
+    if not rest.startswith("["):
+        return ()
+    try:
+        found = json.loads(rest)
+    except ValueError:
+        return ()
+    return tuple(found) if isinstance(found, list) and all(isinstance(one, str) for one in found) else ()
+
+
+def _split(rest: str) -> list[str]:
+    try:
+        return shlex.split(rest)
+    except ValueError:
+        raise CannotBuild(f"{rest[:200]}: a quote is not closed") from None
+
+
+def _unquoted(text: str) -> str:
+    text = text.strip()
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
+
+
+def _expand(text: str, known: Mapping[str, str]) -> str:
+    def value(found: re.Match[str]) -> str:
+        if found[0] == "\\$":
+            return "$"
+        return known.get(found[1] or found[3]) or found[2] or ""
+
+    return _VARIABLE.sub(value, text)

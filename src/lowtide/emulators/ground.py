@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from lowtide.emulators import registry
 from lowtide.emulators.backing import Backing, network_of
+from lowtide.emulators.build import Builder
 from lowtide.emulators.clock import Clock
 from lowtide.emulators.faults import Faults
 from lowtide.emulators.state import State
@@ -154,6 +155,7 @@ class Ground:
         self.backing = Backing(
             self.state.directory, limit=settings.limit, network=network_of(settings.network)
         )
+        self.builder = Builder(self.backing)
         names = registry.check(settings.names)
         for index, name in enumerate(names):
             emulator = registry.load(name)(self)

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from lowtide.emulators.agent.client import AgentError
 from lowtide.emulators.coreweave.refusal import Code, Refused, invalid, not_there
@@ -45,10 +47,19 @@ def check_message(message: Message, path: str = "") -> None:
                     check_message(one, f"{name}.")
             continue
         for one in many:
-            if isinstance(one, Message):
+            if isinstance(one, Timestamp | Duration):
+                _check_time(one, name)
+            elif isinstance(one, Message):
                 check_message(one, f"{name}.")
             elif isinstance(one, str):
                 _check_text(one, name, LONGEST_ARGUMENT if field.name in _LONG else LONGEST_TEXT)
+
+
+def _check_time(given: Any, name: str) -> None:
+    try:
+        given.ToMicroseconds()
+    except ValueError:
+        raise invalid(name, "is no time") from None
 
 
 def _repeated(field: Any) -> bool:

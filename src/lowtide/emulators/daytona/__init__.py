@@ -108,6 +108,7 @@ class DaytonaEmulator:
 
     async def aclose(self) -> None:
         await self.sandboxes_table.aclose()
+        await self.snapshots.aclose()
         await self._events.aclose()
         await self.previews.aclose()
         await self._server.aclose()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any
@@ -194,3 +195,20 @@ def _phrase(status: int) -> str:
         return HTTPStatus(status).phrase
     except ValueError:
         return "Error"
+
+
+async def stream_log(request: web.Request, lines: list[str], over: Callable[[], bool]) -> web.StreamResponse:
+    """The log of a build; followed where that is asked for, until the build is over."""
+    response = web.StreamResponse(headers={"Content-Type": "text/plain; charset=utf-8"})
+    await response.prepare(request)
+    sent = 0
+    while True:
+        last = over() or request.query.get("follow") != "true"
+        for line in lines[sent:]:
+            await response.write(line.encode(errors="replace"))
+            sent += 1
+        if last:
+            break
+        await asyncio.sleep(0.05)
+    await response.write_eof()
+    return response

@@ -16,6 +16,7 @@ from lowtide.emulators.daytona.answers import (
     control_error,
     number_in,
     rfc3339,
+    stream_log,
     strings_of,
     text_of,
 )
@@ -373,20 +374,8 @@ class Control:
 
     async def build_logs(self, request: web.Request) -> web.StreamResponse:
         sandbox = self._one(request)
-        response = web.StreamResponse(headers={"Content-Type": "text/plain; charset=utf-8"})
-        await response.prepare(request)
-        sent = 0
         building = (SandboxState.PENDING_BUILD, SandboxState.BUILDING_SNAPSHOT)
-        while True:
-            over = sandbox.state not in building or request.query.get("follow") != "true"
-            for line in sandbox.build_log[sent:]:
-                await response.write(line.encode())
-            sent = len(sandbox.build_log)
-            if over:
-                break
-            await asyncio.sleep(0.05)
-        await response.write_eof()
-        return response
+        return await stream_log(request, sandbox.build_log, lambda: sandbox.state not in building)
 
 
 def _port(request: web.Request) -> int:

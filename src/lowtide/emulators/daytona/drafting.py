@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lowtide.emulators import dockerfile
 from lowtide.emulators.daytona.answers import Refused, rfc3339, strings_of, whole_of
 from lowtide.emulators.daytona.machine import known_user
 from lowtide.emulators.daytona.sandbox import Intervals, Sandbox
@@ -59,7 +58,7 @@ def draft(
         user=user,
         target=asked.get("target") or REGION,
         snapshot=snapshot.name if snapshot else None,
-        environment=strings_of(asked.get("env"), "env"),
+        environment={**(snapshot.environment if snapshot else {}), **strings_of(asked.get("env"), "env")},
         labels=strings_of(asked.get("labels"), "labels"),
         public=bool(asked.get("public")),
         intervals=chosen,
@@ -91,7 +90,6 @@ def draft(
             "updatedAt": moment,
             "snapshotRef": f"daytona-{sandbox.sandbox_id}",
         }
-        sandbox.environment = {**dockerfile.variables(build["dockerfileContent"]), **sandbox.environment}
     return sandbox
 
 

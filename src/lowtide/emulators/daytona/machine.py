@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from lowtide.emulators.ground import Ground
 
 HOMES = {"daytona": "/home/daytona", "root": "/root"}
-_ACCOUNTS = {"daytona": "1000:1000", "root": "0:0"}
+ACCOUNTS = {"daytona": "1000:1000", "root": "0:0"}
 
-_USERS = """
+USERS = """
 umask 022
 chmod 1777 /home
 printf '%s\\n' root:x:0:0:root:/root:/bin/bash nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin \
@@ -57,10 +57,10 @@ class Machine:
             return made
         try:
             await backing.run(
-                made, ("/bin/sh", "-c", _USERS), user=_ACCOUNTS["root"] if users_are_real() else None
+                made, ("/bin/sh", "-c", USERS), user=ACCOUNTS["root"] if users_are_real() else None
             )
             # Made by its owner: the sandbox's root has no capability to give a directory away.
-            account = _ACCOUNTS["daytona"] if users_are_real() else None
+            account = ACCOUNTS["daytona"] if users_are_real() else None
             await backing.run(made, ("/bin/mkdir", "-p", HOMES["daytona"]), user=account)
         except BaseException:
             await backing.destroy(made)
@@ -153,7 +153,7 @@ class Machine:
             await handle.aclose()
 
     def account(self, sandbox: Sandbox) -> str | None:
-        return _ACCOUNTS[sandbox.user] if users_are_real() else None
+        return ACCOUNTS[sandbox.user] if users_are_real() else None
 
     async def agent(self, sandbox: Sandbox) -> Agent:
         """The file agent of the sandbox's user, started when it is first needed."""

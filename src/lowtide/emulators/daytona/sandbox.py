@@ -8,11 +8,14 @@ import secrets
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowtide.emulators.agent.client import Agent
 from lowtide.emulators.clock import Timer
 from lowtide.emulators.daytona.answers import Refused, rfc3339
+
+if TYPE_CHECKING:
+    from lowtide.emulators.build import Built
 
 
 class SandboxState(enum.StrEnum):
@@ -88,6 +91,8 @@ class Sandbox:
     secrets: list[dict[str, str]] = field(default_factory=list)
     build: dict[str, Any] | None = None
     build_log: list[str] = field(default_factory=list)
+    built: Built | None = None
+    """Held until it is deleted."""
     parent_id: str | None = None
     linked_id: str | None = None
 

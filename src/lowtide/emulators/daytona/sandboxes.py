@@ -9,11 +9,14 @@ import re
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+from lowtide.emulators.build import BuildFailed
 from lowtide.emulators.daytona import drafting, intervals
 from lowtide.emulators.daytona.answers import Refused, not_found, whole_of
 from lowtide.emulators.daytona.drafting import either
+from lowtide.emulators.daytona.image_steps import OPENING, image_steps
 from lowtide.emulators.daytona.machine import Machine
 from lowtide.emulators.daytona.sandbox import SETTLED, Sandbox, SandboxState
+from lowtide.emulators.dockerfile import CannotBuild
 from lowtide.emulators.guest import users_are_real
 from lowtide.errors import LowtideError, ResourceExhaustedError
 from lowtide.providers.base import Pauses
@@ -26,7 +29,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("lowtide.emulators")
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@ -]{0,254}")
-_BUILD_LINES = ("#1 [internal] load build definition from Dockerfile", "#2 [internal] load metadata")
 _BUILDER_SECONDS = 0.1  # until a builder takes it: the answer to the create says that it waits
 _REMEMBERED = 1000
 _TRIES, _PAUSE_SECONDS = 20, 0.5
@@ -113,10 +115,22 @@ class Sandboxes:
     async def _build(self, sandbox: Sandbox, wait: float) -> None:
         assert sandbox.build is not None
         await asyncio.sleep(_BUILDER_SECONDS)
-        lines = [line for line in sandbox.build["dockerfileContent"].splitlines() if line.strip()]
         await self._set(sandbox, SandboxState.BUILDING_SNAPSHOT)
-        steps = [f"#{n + 2} [{n}/{len(lines)}] {line}" for n, line in enumerate(lines, 1)]
-        sandbox.build_log += [f"{line}\n" for line in (*_BUILD_LINES, *steps)]
+        sandbox.build_log += OPENING
+        try:
+            steps = image_steps(sandbox.build["dockerfileContent"])
+            sandbox.built = await self.ground.builder.build(steps, log=sandbox.build_log.append)
+        except (BuildFailed, CannotBuild, LowtideError) as error:
+            sandbox.build_log.append(f"ERROR: {error}\n")
+            if sandbox.state is SandboxState.BUILDING_SNAPSHOT:
+                sandbox.error_reason = f"Build failed: {error}"
+                await self._set(sandbox, SandboxState.BUILD_FAILED)
+            return
+        if sandbox.sandbox_id not in self.table:  # deleted meanwhile
+            self.ground.builder.release(sandbox.built)
+            return
+        sandbox.base = sandbox.built.snapshot
+        sandbox.environment = {**sandbox.built.around.environment, **sandbox.environment}
         await self._boot(sandbox, wait)
 
     async def _boot(self, sandbox: Sandbox, wait: float) -> None:
@@ -321,6 +335,9 @@ class Sandboxes:
         self.table.pop(sandbox.sandbox_id, None)
         if self._names.get(sandbox.name) == sandbox.sandbox_id:
             del self._names[sandbox.name]
+        if sandbox.built is not None:
+            self.ground.builder.release(sandbox.built)
+            sandbox.built = None
         if sandbox.timer is not None:
             sandbox.timer.cancel()
 

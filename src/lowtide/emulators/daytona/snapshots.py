@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from lowtide.emulators.daytona.answers import Refused, body_of, number_in, rfc3339, text_of, whole_of
+from lowtide.emulators.build import BuildFailed, Built
+from lowtide.emulators.daytona.answers import (
+    Refused,
+    body_of,
+    number_in,
+    rfc3339,
+    stream_log,
+    text_of,
+    whole_of,
+)
+from lowtide.emulators.daytona.image_steps import OPENING, image_steps
+from lowtide.emulators.dockerfile import CannotBuild
+from lowtide.errors import LowtideError
 
 if TYPE_CHECKING:
     from lowtide.emulators.daytona.sandbox import Sandbox
@@ -41,12 +55,17 @@ class Snapshot:
     created_at: float = 0.0
     used_at: float | None = None
     log: list[str] = field(default_factory=list)
+    error: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    built: Built | None = None
+    """Held until it is deleted."""
 
 
 class Snapshots:
     def __init__(self, ground: Ground, organization_id: str) -> None:
         self.ground = ground
         self.organization_id = organization_id
+        self._building: set[asyncio.Task[None]] = set()
         now = ground.clock.now()
         general = [
             Snapshot(
@@ -154,9 +173,31 @@ class Snapshots:
                 "updatedAt": rfc3339(now),
                 "snapshotRef": f"daytona-{made.snapshot_id}",
             }
-            made.log = [f"#{n} {line}\n" for n, line in enumerate(content.splitlines(), 1) if line.strip()]
+            made.state = "building"
+            task = asyncio.get_running_loop().create_task(self._build(made, content))
+            self._building.add(task)
+            task.add_done_callback(self._building.discard)
         self.table[made.snapshot_id] = made
         return web.json_response(self._described(made))
+
+    async def _build(self, made: Snapshot, content: str) -> None:
+        made.log += OPENING
+        try:
+            built = await self.ground.builder.build(image_steps(content), log=made.log.append)
+        except (BuildFailed, CannotBuild, LowtideError) as error:
+            made.log.append(f"ERROR: {error}\n")
+            made.state, made.error = "build_failed", f"Build failed: {error}"
+            return
+        if made.snapshot_id not in self.table:
+            self.ground.builder.release(built)
+            return
+        made.built, made.backing_id, made.environment = built, built.snapshot, dict(built.around.environment)
+        made.state = "active"
+
+    async def aclose(self) -> None:
+        for task in list(self._building):
+            task.cancel()
+        await asyncio.gather(*self._building, return_exceptions=True)
 
     async def get_snapshot(self, request: web.Request) -> web.Response:
         return web.json_response(self._described(self.get(request.match_info["id"])))
@@ -166,11 +207,9 @@ class Snapshots:
         if snapshot.general:
             raise Refused(403, "General snapshots cannot be deleted")
         del self.table[snapshot.snapshot_id]
-        if snapshot.backing_id is not None:
-            from contextlib import suppress
-
-            from lowtide.errors import LowtideError
-
+        if snapshot.built is not None:
+            self.ground.builder.release(snapshot.built)
+        elif snapshot.backing_id is not None:
             with suppress(LowtideError):  # in use below a sandbox: goes with the emulator
                 await self.ground.backing.delete_snapshot(snapshot.backing_id)
         return web.Response(status=200)
@@ -186,8 +225,9 @@ class Snapshots:
         self.get(request.match_info["id"]).state = "inactive"
         return web.Response(status=204)
 
-    async def snapshot_build_logs(self, request: web.Request) -> web.Response:
-        return web.Response(text="".join(self.get(request.match_info["id"]).log))
+    async def snapshot_build_logs(self, request: web.Request) -> web.StreamResponse:
+        snapshot = self.get(request.match_info["id"])
+        return await stream_log(request, snapshot.log, lambda: snapshot.state != "building")
 
     async def snapshot_build_logs_url(self, request: web.Request) -> web.Response:
         snapshot = self.get(request.match_info["id"])
@@ -207,7 +247,7 @@ class Snapshots:
             "gpu": 0,
             "mem": snapshot.memory,
             "disk": snapshot.disk,
-            "errorReason": None,
+            "errorReason": snapshot.error,
             "createdAt": rfc3339(snapshot.created_at),
             "updatedAt": rfc3339(snapshot.created_at),
             "lastUsedAt": rfc3339(snapshot.used_at) if snapshot.used_at is not None else None,

@@ -321,7 +321,8 @@ class Sandboxes:
         if user not in sandbox.homes:
             code, line = await self.ground.backing.run(sandbox.backing, ("getent", "passwd", "--", user))
             fields = line.decode("utf-8", "replace").strip().split(":")
-            if code != 0 or len(fields) < 7:
+            # By name: to getent a number is the id of an account, and nobody here can become it.
+            if code != 0 or len(fields) < 7 or fields[0] != user:
                 raise UnknownUser(f"user '{user}' not found")
             sandbox.homes[user] = fields[5]
         return sandbox.homes[user]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import re
-import shlex
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from modal_proto import api_pb2 as pb
 
 from lowtide.emulators import dockerfile
+from lowtide.emulators.build import BuildFailed, Built
+from lowtide.emulators.dockerfile import Step, Surroundings
 from lowtide.emulators.modal.model import Result, new_id
 from lowtide.emulators.modal.refusal import not_found
 from lowtide.errors import LowtideError
@@ -21,10 +22,6 @@ if TYPE_CHECKING:
     from lowtide.emulators.ground import Ground
 
 BUILDER_VERSION = "2025.06"
-_INSTALLS = re.compile(
-    r"(^|[\s;&|/])(apt|apt-get|apk|dnf|yum|pip3?|uv|poetry|micromamba|conda|npm|curl|wget|git)(\s|$)"
-)
-"""Commands that fetch from outside. They are not run: a sandbox here has no way out."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -34,6 +31,8 @@ class Image:
     workdir: str = ""
     snapshot: str | None = None
     """Its files on top of this machine's own; None: none of its own."""
+    layers: Built | None = None
+    """What was built for it, held until it is deleted."""
     result: Any = None
     log: list[str] = field(default_factory=list)
     built: asyncio.Event = field(default_factory=asyncio.Event)
@@ -82,7 +81,9 @@ class Images:
         del self.table[image_id]
         for recipe in [key for key, one in self._by_recipe.items() if one is image]:
             del self._by_recipe[recipe]
-        if image.snapshot is not None:
+        if image.layers is not None:
+            self._ground.builder.release(image.layers)
+        elif image.snapshot is not None:
             # Where a sandbox or an image stands on it, the ground removes it at its end.
             with contextlib.suppress(LowtideError):
                 await self._ground.backing.delete_snapshot(image.snapshot)
@@ -102,16 +103,27 @@ class Images:
         return image
 
     async def _build(self, image: Image, below: list[Image], wanted: Any) -> None:
+        base = Built()
         try:
             for one in below:
                 await one.built.wait()
                 image.environment.update(one.environment)
                 image.workdir = one.workdir or image.workdir
                 image.snapshot = one.snapshot or image.snapshot
-            lines = _lines(wanted.dockerfile_commands)
-            await self._run(image, lines, mapped=not below)
+                base = one.layers or base
+            base = Built(
+                snapshot=image.snapshot,
+                key=base.key if base.snapshot == image.snapshot else "",
+                around=Surroundings(environment=dict(image.environment), workdir=image.workdir),
+            )
+            # A recipe that starts from a registry stands for this machine's own files: what it installs is there.
+            steps = _steps("\n".join(wanted.dockerfile_commands), base.around, mapped=not below)
+            built = await self._ground.builder.build(steps, log=image.log.append, below=base)
+            image.layers, image.snapshot = built, built.snapshot
+            image.environment, image.workdir = dict(built.around.environment), built.around.workdir
             status = Result(status=Result.GENERIC_STATUS_SUCCESS)
-        except (_BuildFailed, LowtideError) as error:
+        except (BuildFailed, LowtideError) as error:
+            image.log.append(f"{error}\n")
             status = Result(status=Result.GENERIC_STATUS_FAILURE, exception=str(error))
         except asyncio.CancelledError:
             status = Result(status=Result.GENERIC_STATUS_TERMINATED)
@@ -120,63 +132,18 @@ class Images:
             image.result = status
             image.built.set()
 
-    async def _run(self, image: Image, lines: list[str], *, mapped: bool) -> None:
-        """Follow a recipe. `mapped`: it starts from a registry, so what it installs stands for this machine's own."""
-        runs: list[str] = []
-        for line in lines:
-            word, _, rest = line.partition(" ")
-            match word.upper():
-                case "ENV":
-                    found = dockerfile.variables(line)
-                    found.pop("PATH", None)  # programs are where this machine has them
-                    image.environment.update(found)
-                case "WORKDIR":
-                    image.workdir = rest.strip()
-                case "RUN" if mapped or _INSTALLS.search(rest):
-                    image.log.append(f"not run here: {rest}\n")
-                case "RUN":
-                    runs.append(rest.strip())
-        if runs:
-            await self._run_all(image, runs)
-
-    async def _run_all(self, image: Image, runs: list[str]) -> None:
-        backing = self._ground.backing
-        sandbox_id = await backing.create(
-            command=("/bin/sh", "-c", "exec sleep infinity"), snapshot=image.snapshot, counted=False
-        )
-        try:
-            for run in runs:
-                image.log.append(f"RUN {run}\n")
-                words = tuple(shlex.split(run)) if run.startswith("[") else ("/bin/sh", "-c", run)
-                handle = await backing.start(
-                    sandbox_id,
-                    words,
-                    cwd=image.workdir or "/",
-                    environment={"HOME": "/root", **image.environment},
-                )
-                try:
-                    async for _, data in handle.output():
-                        image.log.append(data.decode(errors="replace"))
-                    code = await handle.wait()
-                finally:
-                    await handle.aclose()
-                if code != 0:
-                    raise _BuildFailed(f"RUN {run[:200]} ended with {code}")
-            image.snapshot = await backing.snapshot(sandbox_id)
-        finally:
-            await backing.destroy(sandbox_id)
-
     async def aclose(self) -> None:
         for task in list(self._building):
             task.cancel()
         await asyncio.gather(*self._building, return_exceptions=True)
 
 
-class _BuildFailed(Exception):
-    pass
-
-
-def _lines(commands: Any) -> list[str]:
-    """The instructions, with lines that go on put together."""
-    text = "\n".join(commands).replace("\\\n", " ")
-    return [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+def _steps(text: str, around: Surroundings, *, mapped: bool) -> Iterator[Step]:
+    for step in dockerfile.steps(text, around=around):
+        if not mapped:
+            yield step
+            continue
+        environment = dict(step.around.environment)
+        environment.pop("PATH", None)  # programs are where this machine has them
+        shown = f"not run here: {step.shown}" if step.argv or step.sources else step.shown
+        yield Step(shown=shown, around=replace(step.around, environment=environment))

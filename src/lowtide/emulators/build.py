@@ -1,0 +1,235 @@
+"""The one builder behind all emulators: steps run in build sandboxes, and each layer is kept by what it was made of.
+
+A layer is the snapshot of a build sandbox; its name is the hash of the layer below, the step, what surrounds it and what
+is copied. So the same beginning of two recipes is built once, whichever service they came to. Build sandboxes have the network
+that the user allows; a step that needs more fails with its own output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from lowtide.emulators.dockerfile import CannotBuild, Step, Surroundings
+from lowtide.emulators.guest import users_are_real
+from lowtide.errors import LowtideError
+
+if TYPE_CHECKING:
+    from lowtide.emulators.backing import Backing
+
+MOST_LAYERS = 256
+LONGEST_STEP_SECONDS = 3600.0
+LARGEST_LOG = 4 << 20
+_IDLE = ("/bin/sh", "-c", "exec sleep infinity")
+_TOOLS = "/opt/lowtide-build"
+_PATH = f"{_TOOLS}:/opt/python/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+# An image is this machine's own /usr, which no package manager in a sandbox can change: they say so and do nothing.
+_FIRST = Step(
+    shown="",
+    argv=(
+        "/bin/sh",
+        "-c",
+        r"""set -e; mkdir -p "$1"; cd "$1"
+for name in apt apt-get apk dnf yum; do
+  printf '#!/bin/sh\necho "%s $*: not run here, an image is the /usr of this machine"\n' $name > $name
+done
+printf '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\nexec "$@"\n' > sudo
+chmod 755 *""",
+        "sh",
+        _TOOLS,
+    ),
+    apart=True,
+)
+_COPY = """
+set -e
+target=$1; shift
+context=$(mktemp -d)
+tar -xf - -C "$context" --no-same-owner
+for source; do
+  for found in "$context"/$source; do
+    [ -e "$found" ] || { echo "$source: not in the build context" >&2; exit 1; }
+    if [ -d "$found" ]; then mkdir -p "$target"; cp -R "$found/." "$target/"
+    elif [ $# -gt 1 ] || [ -d "$target" ] || [ "${target%/}" != "$target" ]; then mkdir -p "$target"; cp "$found" "$target/"
+    else mkdir -p "$(dirname "$target")"; cp "$found" "$target"; fi
+  done
+done
+rm -rf "$context"
+"""
+
+Log = Callable[[str], None]
+
+
+class BuildFailed(Exception):
+    """A step that could not be done; its output is in the log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """What a build came to."""
+
+    snapshot: str | None = None
+    """None: nothing but this machine's own files."""
+    key: str = ""
+    around: Surroundings = field(default_factory=Surroundings)
+
+
+@dataclass(eq=False, slots=True)
+class _Layer:
+    snapshot: str
+    pins: int = 0
+
+
+class Builder:
+    def __init__(self, backing: Backing) -> None:
+        self._backing = backing
+        self._layers: dict[str, _Layer] = {}
+        """Least recently used first."""
+        self._under_way: dict[str, asyncio.Lock] = {}
+        self._waiting: dict[str, int] = {}
+
+    async def build(
+        self, steps: Iterable[Step], *, log: Log, below: Built | None = None, context: bytes = b""
+    ) -> Built:
+        """Follow the steps on top of `below`. `context` is a tar with what COPY may name. BuildFailed, LowtideError.
+
+        The result stays until `release`.
+        """
+        built = below or Built()
+        said = 0
+
+        def tell(text: str) -> None:
+            nonlocal said
+            if said < LARGEST_LOG:
+                log(text)
+            said += len(text)
+
+        if built.key:
+            self._pin(built.key)
+        try:
+            for step in self._with_tools(built, steps):
+                if step.shown:
+                    tell(step.shown + "\n")
+                key, snapshot = built.key, built.snapshot
+                if step.argv or step.sources:
+                    key, snapshot = await self._layer(built, step, tell, context)
+                    self._pin(key)
+                    self.release(built)
+                built = Built(snapshot=snapshot, key=key, around=step.around)
+        except CannotBuild as error:
+            self.release(built)
+            raise BuildFailed(str(error)) from None
+        except BaseException:
+            self.release(built)
+            raise
+        return built
+
+    def _with_tools(self, below: Built, steps: Iterable[Step]) -> Iterator[Step]:
+        """What every build sandbox has, before the first step that runs something."""
+        there, before = bool(below.key), below.around
+        for step in steps:
+            if not there and (step.argv or step.sources):
+                there = True
+                yield replace(_FIRST, around=before)
+            yield step
+            before = step.around
+
+    def release(self, built: Built) -> None:
+        """Nothing is made from it any more: its layers may go when room is needed."""
+        layer = self._layers.get(built.key)
+        if layer is not None:
+            layer.pins -= 1
+
+    def _pin(self, key: str) -> None:
+        layer = self._layers.get(key)
+        if layer is not None:
+            layer.pins += 1
+
+    async def _layer(self, below: Built, step: Step, log: Log, context: bytes) -> tuple[str, str]:
+        key = _key(below, step, context if step.sources else b"")
+        # One at a time: two that ask for the same layer at once get the same.
+        lock = self._under_way.setdefault(key, asyncio.Lock())
+        self._waiting[key] = self._waiting.get(key, 0) + 1
+        try:
+            async with lock:
+                found = self._layers.pop(key, None)
+                if found is not None:
+                    if step.shown:
+                        log("CACHED\n")
+                else:
+                    found = _Layer(await self._make(below, step, log, context))
+                self._layers[key] = found
+        finally:
+            self._waiting[key] -= 1
+            if not self._waiting[key]:
+                del self._waiting[key], self._under_way[key]
+        found.pins += 1  # while others make room
+        try:
+            await self._make_room()
+        finally:
+            found.pins -= 1
+        return key, found.snapshot
+
+    async def _make(self, below: Built, step: Step, log: Log, context: bytes) -> str:
+        backing = self._backing
+        sandbox_id = await backing.create(command=_IDLE, snapshot=below.snapshot, counted=False)
+        try:
+            argv, given = step.argv, None
+            if step.sources:
+                if not context:
+                    raise BuildFailed(f"{step.shown}: there is no build context")
+                argv, given = ("/bin/sh", "-c", _COPY, "sh", step.target, *step.sources), context
+            around = Surroundings() if step.apart else step.around
+            root = not around.user or around.user in ("root", "0")
+            account = ("0:0" if root else around.user) if users_are_real() else None
+            handle = await backing.start(
+                sandbox_id,
+                argv,
+                cwd=around.workdir or "/",
+                user=account,
+                environment={"PATH": _PATH, "HOME": "/root", **step.arguments, **around.environment},
+                stdin=given is not None,
+            )
+            try:
+                async with asyncio.timeout(LONGEST_STEP_SECONDS):
+                    if given is not None:
+                        with contextlib.suppress(BrokenPipeError):
+                            for at_byte in range(0, len(given), 1 << 20):
+                                await handle.write_stdin(given[at_byte : at_byte + (1 << 20)])
+                            await handle.close_stdin()
+                    async for _, data in handle.output():
+                        log(data.decode(errors="replace"))
+                    code = await handle.wait()
+            except TimeoutError:
+                raise BuildFailed(f"{step.shown[:200]}: not done in {LONGEST_STEP_SECONDS:.0f} s") from None
+            finally:
+                await handle.aclose()
+            if code != 0:
+                raise BuildFailed(f"{step.shown[:200]}: exit code {code}")
+            return await backing.stop(sandbox_id)
+        except BaseException:
+            await backing.destroy(sandbox_id)
+            raise
+
+    async def _make_room(self) -> None:
+        for key, layer in list(self._layers.items()):
+            if len(self._layers) <= MOST_LAYERS:
+                return
+            if layer.pins or key in self._under_way:
+                continue
+            with contextlib.suppress(LowtideError):  # a sandbox or another layer stands on it
+                await self._backing.delete_snapshot(layer.snapshot)
+                self._layers.pop(key, None)
+
+
+def _key(below: Built, step: Step, context: bytes) -> str:
+    around = Surroundings() if step.apart else step.around
+    what: list[object] = [below.key, below.snapshot or "", step.argv, step.sources, step.target]
+    what += [sorted(step.arguments.items()), sorted(around.environment.items()), around.workdir, around.user]
+    digest = hashlib.sha256(json.dumps(what).encode())
+    digest.update(hashlib.sha256(context).digest())
+    return digest.hexdigest()

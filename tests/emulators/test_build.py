@@ -1,0 +1,232 @@
+"""Images are really built: what a recipe runs and copies is in the sandboxes made from it, whichever service it came to."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lowtide.emulators
+from lowtide.emulators import build, dockerfile
+from lowtide.emulators.backing import Backing
+from lowtide.emulators.build import Builder, BuildFailed, Built
+from lowtide.emulators.dockerfile import CannotBuild
+
+RECIPE = """
+# a comment
+FROM python:3.11
+ARG COLOUR=red
+ENV SHADE=dark NAME="two words"
+WORKDIR /srv/app
+RUN echo "$COLOUR $SHADE $NAME" > said && \\
+    pwd >> said
+COPY a.txt sub/ ./
+RUN apt-get update && apt-get install -y curl && cat a.txt b.txt >> said
+WORKDIR deeper
+RUN <<EOF
+echo here >> ../said
+EOF
+CMD ["sleep", "1"]
+"""
+
+
+def context(**files: str) -> bytes:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as tar:
+        for name, text in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(text)
+            tar.addfile(info, io.BytesIO(text.encode()))
+    return data.getvalue()
+
+
+@asynccontextmanager
+async def building(directory: Path) -> AsyncIterator[tuple[Backing, Builder]]:
+    backing = Backing(directory, limit=20)
+    try:
+        yield backing, Builder(backing)
+    finally:
+        assert await backing.aclose()
+
+
+async def read(backing: Backing, built: Built, path: str) -> str:
+    made = await backing.create(snapshot=built.snapshot)
+    _, printed = await backing.run(made, ("cat", path))
+    await backing.destroy(made)
+    return printed.decode()
+
+
+def test_a_recipe_is_followed_and_what_was_built_before_is_not_built_again(tmp_path: Path) -> None:
+    async def check() -> None:
+        files = context(**{"a.txt": "one\n", "sub/b.txt": "two\n"})
+        async with building(tmp_path) as (backing, builder):
+            log: list[str] = []
+            built = await builder.build(dockerfile.steps(RECIPE), log=log.append, context=files)
+            said = "red dark two words\n/srv/app\none\ntwo\nhere\n"
+            assert await read(backing, built, "/srv/app/said") == said
+            assert built.around.workdir == "/srv/app/deeper"
+            assert built.around.environment == {"SHADE": "dark", "NAME": "two words"}
+            assert "apt-get update: not run here" in "".join(log)
+
+            again: list[str] = []
+            same = await builder.build(dockerfile.steps(RECIPE), log=again.append, context=files)
+            assert same == built
+            assert again.count("CACHED\n") == 6
+            other = context(**{"a.txt": "other\n", "sub/b.txt": "two\n"})  # the content is what counts
+            changed = await builder.build(dockerfile.steps(RECIPE), log=again.append, context=other)
+            assert "other" in await read(backing, changed, "/srv/app/said")
+
+    asyncio.run(check())
+
+
+def test_a_step_that_fails_says_why_in_its_own_words_and_leaves_nothing(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with building(tmp_path) as (backing, builder):
+            log: list[str] = []
+            for line, said in (
+                ("RUN echo before; echo why >&2; exit 3", "why"),
+                ("RUN pip install no-such-package-at-all", "no network"),
+                ("COPY a.txt /", ""),
+            ):
+                with pytest.raises(BuildFailed):
+                    await builder.build(dockerfile.steps(f"FROM x\n{line}"), log=log.append)
+                assert said in "".join(log)
+            assert backing.count == 0
+
+    asyncio.run(check())
+
+
+def test_the_same_layer_asked_for_at_once_is_built_once(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with building(tmp_path) as (_, builder):
+            recipe = "FROM x\nRUN cat /proc/sys/kernel/random/uuid > /id"
+            log: list[str] = []
+            both = await asyncio.gather(
+                *(builder.build(dockerfile.steps(recipe), log=log.append) for _ in range(4))
+            )
+            assert len({one.snapshot for one in both}) == 1
+
+    asyncio.run(check())
+
+
+def test_layers_nobody_holds_go_when_there_are_too_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "MOST_LAYERS", 3)
+
+    async def check() -> None:
+        async with building(tmp_path) as (backing, builder):
+            held = await builder.build(dockerfile.steps("FROM x\nRUN echo held > /f"), log=lambda text: None)
+            for number in range(5):
+                made = await builder.build(
+                    dockerfile.steps(f"FROM x\nRUN echo {number} > /f"), log=lambda text: None
+                )
+                builder.release(made)
+            assert len(await backing.provider.list_snapshots()) == 3
+            assert await read(backing, held, "/f") == "held\n"
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "FROM a AS b\nFROM c",
+        "FROM a\nCOPY --from=b /x /y",
+        "FROM a\nADD https://example.org/x /y",
+        "FROM a\nCOPY one",
+        'FROM a\nENV A="open',
+    ],
+)
+def test_what_is_not_built_here_is_refused_by_name(text: str) -> None:
+    with pytest.raises(CannotBuild):
+        list(dockerfile.steps(text))
+
+
+DAYTONA = """
+import daytona
+from daytona import CreateSandboxFromImageParams, CreateSnapshotParams, Image
+client = daytona.Daytona()
+image = Image.debian_slim("3.12").env({"SHADE": "dark"}).run_commands("echo $SHADE > /made && echo built by hand")
+heard = []
+sandbox = client.create(CreateSandboxFromImageParams(image=image), on_snapshot_create_logs=heard.append)
+print(sandbox.process.exec("cat /made; whoami; echo $SHADE").result.split(), "built by hand" in "".join(heard))
+sandbox.stop(); sandbox.start()
+print(sandbox.process.exec("cat /made").result.strip())
+sandbox.delete()
+client.snapshot.create(CreateSnapshotParams(name="mine", image=image), on_logs=heard.append)
+sandbox = client.create(daytona.CreateSandboxFromSnapshotParams(snapshot="mine"))
+print(sandbox.process.exec("cat /made; echo $SHADE").result.split())
+sandbox.delete()
+try:
+    client.snapshot.create(CreateSnapshotParams(name="bad", image=Image.base("x").run_commands("echo because; exit 3")), on_logs=heard.append)
+except Exception as error:
+    print("exit code 3" in str(error), "because" in "".join(heard))
+"""
+RUNLOOP = """
+from runloop_api_client import Runloop
+client = Runloop()
+made = client.blueprints.create_and_await_build_complete(
+    name="mine", dockerfile="FROM ubuntu:22.04\\nENV SHADE=dark\\nRUN echo $SHADE > /made",
+    system_setup_commands=["echo later >> /made"], file_mounts={"/etc/mounted": "content"})
+devbox = client.devboxes.create_and_await_running(blueprint_id=made.id)
+done = client.devboxes.execute_and_await_completion(devbox.id, command="cat /made /etc/mounted; echo; echo $SHADE")
+print(done.stdout.split())
+print("echo later" in " ".join(one.message for one in client.blueprints.logs(made.id).logs))
+bad = client.blueprints.create(name="bad", dockerfile="FROM ubuntu:22.04\\nRUN echo because; exit 3")
+while (bad := client.blueprints.retrieve(bad.id)).status not in ("failed", "build_complete"): pass
+print(bad.status, "because" in " ".join(one.message for one in client.blueprints.logs(bad.id).logs))
+based = client.blueprints.create_and_await_build_complete(name="based", base_blueprint_id=made.id, system_setup_commands=["cat /made > /copied"])
+devbox = client.devboxes.create_and_await_running(blueprint_id=based.id)
+print(client.devboxes.execute_and_await_completion(devbox.id, command="cat /copied").stdout.split())
+"""
+MODAL = """
+import modal
+app = modal.App.lookup("built", create_if_missing=True)
+image = modal.Image.debian_slim().apt_install("curl").env({"SHADE": "dark"}).run_commands("echo $SHADE > /made")
+sandbox = modal.Sandbox.create("cat", "/made", app=app, image=image)
+sandbox.wait()
+print(sandbox.stdout.read().strip())
+try:
+    with modal.enable_output():
+        modal.Sandbox.create("true", app=app, image=image.pip_install("no-such-package-at-all"))
+except Exception as error:
+    print("failed" in str(error))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "script", "printed"),
+    [
+        (
+            "daytona",
+            DAYTONA,
+            ["['dark', 'daytona', 'dark'] True", "dark", "['dark', 'dark']", "True True"],
+        ),
+        (
+            "runloop",
+            RUNLOOP,
+            ["['dark', 'later', 'content', 'dark']", "True", "failed True", "['dark', 'later']"],
+        ),
+        ("modal", MODAL, ["dark", "True"]),
+    ],
+)
+def test_the_sdks_own_builders_build(tmp_path: Path, name: str, script: str, printed: list[str]) -> None:
+    pytest.importorskip({"runloop": "runloop_api_client"}.get(name, name))
+    with lowtide.emulators.start(name, home=tmp_path) as handle:
+        environment: dict[str, Any] = {**os.environ, **handle.environment}
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=200
+        )
+        lines = [line for line in done.stdout.splitlines() if line in printed]
+        assert lines == printed, done.stdout + done.stderr
+    assert list((tmp_path / "emulators").iterdir()) == []
