@@ -172,6 +172,32 @@ try:
 except Exception as error:
     print("exit code 3" in str(error), "because" in "".join(heard))
 """
+E2B = """
+import os, sys
+from e2b import Sandbox, Template
+os.chdir(sys.argv[1])
+os.mkdir("sub")
+open("a.txt", "w").write("one ")
+open("sub/b.txt", "w").write("two ")
+template = (
+    Template(file_context_path=sys.argv[1]).from_python_image("3").set_envs({"SHADE": "dark"})
+    .copy("a.txt", "/home/user/").copy("sub", "/srv/sub")
+    .run_cmd("cat a.txt /srv/sub/sub/b.txt /srv/sub/b.txt > made 2>/dev/null; echo $SHADE $(whoami) >> made; echo built by hand")
+    .set_start_cmd("echo started > /tmp/started; sleep infinity", "true")
+)
+heard = []
+built = Template.build(template, "mine", on_build_logs=lambda entry: heard.append(entry.message))
+print(any("built by hand" in line for line in heard), Template.exists("mine"))
+sandbox = Sandbox.create("mine")
+print(sandbox.files.read("/home/user/made").split())
+sandbox.commands.run("until [ -e /tmp/started ]; do sleep 0.05; done", timeout=60)
+print(sandbox.get_info().name)
+sandbox.kill()
+try:
+    Template.build(Template().from_template("mine").run_cmd("cat made; exit 3"), "bad", on_build_logs=lambda entry: heard.append(entry.message))
+except Exception as error:
+    print("exit code 3" in str(error), heard.count("one two dark user") == 1)
+"""
 RUNLOOP = """
 from runloop_api_client import Runloop
 client = Runloop()
@@ -212,6 +238,7 @@ except Exception as error:
             DAYTONA,
             ["['dark', 'daytona', 'dark'] True", "dark", "['dark', 'dark']", "True True"],
         ),
+        ("e2b", E2B, ["True True", "['one', 'two', 'dark', 'user']", "mine", "True True"]),
         (
             "runloop",
             RUNLOOP,
@@ -222,10 +249,16 @@ except Exception as error:
 )
 def test_the_sdks_own_builders_build(tmp_path: Path, name: str, script: str, printed: list[str]) -> None:
     pytest.importorskip({"runloop": "runloop_api_client"}.get(name, name))
+    files = tmp_path / "files"
+    files.mkdir()
     with lowtide.emulators.start(name, home=tmp_path) as handle:
         environment: dict[str, Any] = {**os.environ, **handle.environment}
         done = subprocess.run(
-            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=200
+            [sys.executable, "-c", script, str(files)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=200,
         )
         lines = [line for line in done.stdout.splitlines() if line in printed]
         assert lines == printed, done.stdout + done.stderr

@@ -47,9 +47,9 @@ chmod 755 *""",
 )
 _COPY = """
 set -e
-target=$1; shift
+unpack=$1; target=$2; shift 2
 context=$(mktemp -d)
-tar -xf - -C "$context" --no-same-owner
+tar "$unpack" - -C "$context" --no-same-owner
 for source; do
   for found in "$context"/$source; do
     [ -e "$found" ] || { echo "$source: not in the build context" >&2; exit 1; }
@@ -95,7 +95,7 @@ class Builder:
     async def build(
         self, steps: Iterable[Step], *, log: Log, below: Built | None = None, context: bytes = b""
     ) -> Built:
-        """Follow the steps on top of `below`. `context` is a tar with what COPY may name. BuildFailed, LowtideError.
+        """Follow the steps on top of `below`. `context` is a tar (plain or gzip) with what COPY may name. BuildFailed, LowtideError.
 
         The result stays until `release`.
         """
@@ -150,6 +150,8 @@ class Builder:
             layer.pins += 1
 
     async def _layer(self, below: Built, step: Step, log: Log, context: bytes) -> tuple[str, str]:
+        if step.context is not None:
+            context = await asyncio.to_thread(step.context.read_bytes)
         key = _key(below, step, context if step.sources else b"")
         # One at a time: two that ask for the same layer at once get the same.
         lock = self._under_way.setdefault(key, asyncio.Lock())
@@ -182,7 +184,9 @@ class Builder:
             if step.sources:
                 if not context:
                     raise BuildFailed(f"{step.shown}: there is no build context")
-                argv, given = ("/bin/sh", "-c", _COPY, "sh", step.target, *step.sources), context
+                unpack = "-xzf" if context.startswith(b"\x1f\x8b") else "-xf"
+                argv = ("/bin/sh", "-c", _COPY, "sh", unpack, step.target, *step.sources)
+                given = context
             around = Surroundings() if step.apart else step.around
             root = not around.user or around.user in ("root", "0")
             account = ("0:0" if root else around.user) if users_are_real() else None
@@ -228,7 +232,7 @@ class Builder:
 
 def _key(below: Built, step: Step, context: bytes) -> str:
     around = Surroundings() if step.apart else step.around
-    what: list[object] = [below.key, below.snapshot or "", step.argv, step.sources, step.target]
+    what: list[object] = [below.key, below.snapshot or "", step.argv, step.sources, step.target, step.fresh]
     what += [sorted(step.arguments.items()), sorted(around.environment.items()), around.workdir, around.user]
     digest = hashlib.sha256(json.dumps(what).encode())
     digest.update(hashlib.sha256(context).digest())

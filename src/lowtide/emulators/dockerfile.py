@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 _VARIABLE = re.compile(r"\\\$|\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
 _HEREDOC = re.compile(r"<<-?\s*[\"']?(\w+)[\"']?")
@@ -44,6 +45,10 @@ class Step:
     """After the instruction."""
     arguments: Mapping[str, str] = field(default_factory=dict)
     """Of the build: in the environment of a RUN, and of nothing later."""
+    context: Path | None = None
+    """The tar its sources are in, where it is not the build's."""
+    fresh: str = ""
+    """Not empty: it is not to be the same as any before it."""
     apart: bool = False
     """It runs as root at `/`, whatever surrounds it."""
 

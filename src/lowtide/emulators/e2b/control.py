@@ -23,6 +23,7 @@ from lowtide.emulators.e2b.model import (
     Sandbox,
     checked_timeout,
 )
+from lowtide.emulators.e2b.templates import UPLOADS
 from lowtide.emulators.faults import FaultName
 from lowtide.emulators.fields import (
     FLAG,
@@ -106,6 +107,7 @@ class Control:
             add("DELETE", f"{prefix}/templates/{{id}}", self._delete_template)
         add("GET", "/templates/aliases/{alias}", self._alias)
         add("GET", "/health", self._health)
+        self.sandboxes.templates.add_routes(app)
 
     def middleware(self) -> Any:
         @web.middleware
@@ -115,7 +117,8 @@ class Control:
                 operation = _operation(request)
                 facts = {"operation": operation, "sandbox_id": request.match_info.get("id", "")}
                 self.ground.requests.note("e2b", operation, {"sandbox_id": facts["sandbox_id"]})
-                if not hmac.compare_digest(given.encode(), self.emulator.api_key.encode()):
+                signed = request.path.startswith(UPLOADS)  # it has a token of its own
+                if not signed and not hmac.compare_digest(given.encode(), self.emulator.api_key.encode()):
                     return _error(
                         401,
                         "Invalid API key, please visit https://e2b.dev/docs/api-key for more information.",
@@ -360,10 +363,12 @@ class Control:
 
     async def _alias(self, request: web.Request) -> web.Response:
         """What `Template.exists` asks. The templates that are there are everybody's."""
-        template = TEMPLATES.get(request.match_info["alias"])
+        alias = request.match_info["alias"]
+        built = self.sandboxes.templates.find(alias)
+        template = built.template_id if built is not None else TEMPLATES.get(alias)
         if template is None:
-            raise NotFound(f"template alias {request.match_info['alias']!r} not found")
-        return web.json_response({"templateID": template, "public": True})
+            raise NotFound(f"template alias {alias!r} not found")
+        return web.json_response({"templateID": template, "public": built is None})
 
     async def _delete_template(self, request: web.Request) -> web.Response:
         await self.sandboxes.delete_snapshot(request.match_info["id"])

@@ -26,6 +26,7 @@ from lowtide.emulators.e2b.model import (
     new_id,
     strings,
 )
+from lowtide.emulators.e2b.templates import Templates
 from lowtide.emulators.guest import first_process, users_are_real
 from lowtide.errors import LowtideError
 from lowtide.providers.base import Pauses
@@ -41,6 +42,8 @@ class Sandboxes:
         self.ground = ground
         self.table: dict[str, Sandbox] = {}
         self.snapshots: dict[str, Snapshot] = {}
+        self.templates = Templates(ground)
+        self._commands: set[asyncio.Task[None]] = set()
         self.ended: dict[str, tuple[float, Sandbox]] = {}  # for lists that lag
 
     def get(self, sandbox_id: str) -> Sandbox:
@@ -58,7 +61,10 @@ class Sandboxes:
             raise BadRequest("templateID is required")
         snapshot = self._snapshot(template)
         alias = template.partition(":")[0]
-        if snapshot is None and alias not in TEMPLATES and alias not in TEMPLATES.values():
+        made_of = self.templates.find(template) if snapshot is None else None
+        if made_of is not None and made_of.built is None:
+            raise NotFound(f"template '{template}' has no build that is ready")
+        if snapshot is None and made_of is None and alias not in (*TEMPLATES, *TEMPLATES.values()):
             raise NotFound(f"template '{template}' not found")
         auto_resume = asked.get("autoResume") or {}
         keep_memory = asked.get("autoPauseMemory")
@@ -74,12 +80,22 @@ class Sandboxes:
         timeout = checked_timeout(asked.get("timeout"))
         metadata = strings(asked.get("metadata"), "metadata")
         backing = await self._make_backing(
-            snapshot.backing_id if snapshot else None, network, asked.get("allow_internet_access")
+            snapshot.backing_id
+            if snapshot
+            else (made_of.built.snapshot if made_of and made_of.built else None),
+            network,
+            asked.get("allow_internet_access"),
         )
         sandbox = Sandbox(
             sandbox_id=new_id("i"),
-            template_id=snapshot.template if snapshot else TEMPLATES.get(alias, alias),
-            alias=None if snapshot or alias not in TEMPLATES else alias,
+            template_id=(
+                snapshot.template
+                if snapshot
+                else made_of.template_id
+                if made_of
+                else TEMPLATES.get(alias, alias)
+            ),
+            alias=made_of.name if made_of else None if snapshot or alias not in TEMPLATES else alias,
             backing_id=backing,
             metadata=metadata,
             environment=environment,
@@ -96,14 +112,30 @@ class Sandboxes:
         self.table[sandbox.sandbox_id] = sandbox
         self._arm(sandbox)
         self._start_interpreter(sandbox)
+        if made_of is not None and made_of.start_command:
+            self._start_command(sandbox, made_of.start_command)
         if sandbox.interpreter is not None:
             await sandbox.interpreter.ready()  # as on the service: it answers when create returns
         return sandbox
 
     def _start_interpreter(self, sandbox: Sandbox) -> None:
         """The templates of the code interpreter have it running from the start."""
-        if sandbox.template_id == TEMPLATES["code-interpreter-v1"] and interpreter.available():
+        made_of = self.templates.find(sandbox.template_id)
+        wanted = sandbox.template_id == TEMPLATES["code-interpreter-v1"] or (made_of and made_of.interpreter)
+        if wanted and interpreter.available():
             sandbox.interpreter = interpreter.Interpreter(self.ground, self, sandbox)
+
+    def _start_command(self, sandbox: Sandbox, command: str) -> None:
+        """What the template's builder was told to start; it runs as long as the sandbox."""
+
+        async def run() -> None:
+            with contextlib.suppress(LowtideError, NotFound):  # the sandbox has ended
+                words = ("/bin/bash", "-l", "-c", f"cd ~; {command}")
+                await self.ground.backing.run(sandbox.backing, words, user=self.account("user"))
+
+        task = asyncio.get_running_loop().create_task(run())
+        self._commands.add(task)
+        task.add_done_callback(self._commands.discard)
 
     async def _make_backing(
         self, snapshot: str | None, network: dict[str, Any], internet: bool | None
@@ -298,7 +330,11 @@ class Sandboxes:
         return made
 
     async def delete_snapshot(self, snapshot_id: str) -> None:
+        """Or a template: on the service both are deleted by the same call."""
         snapshot = self._snapshot(snapshot_id)
+        template = self.templates.find(snapshot_id) if snapshot is None else None
+        if template is not None:
+            return await self.templates.delete(template)
         if snapshot is None:
             raise NotFound(f"template '{snapshot_id}' not found")
         del self.snapshots[snapshot.snapshot_id]
@@ -374,6 +410,9 @@ class Sandboxes:
         await asyncio.gather(*closing, return_exceptions=True)
 
     async def aclose(self) -> None:
+        await self.templates.aclose()
+        for command in list(self._commands):
+            command.cancel()
         for sandbox in self.table.values():
             sandbox.cut.set()
         await asyncio.gather(*(self._let_go(sandbox) for sandbox in self.table.values()))

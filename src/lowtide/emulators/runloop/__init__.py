@@ -47,8 +47,8 @@ class RunloopEmulator:
     def __init__(self, ground: Ground) -> None:
         self.ground = ground
         self.api_key = "ak_" + secrets.token_hex(20)
-        self.blueprints = Blueprints(ground)
         self._account = Account(self)
+        self.blueprints = Blueprints(ground, self._account)
         self.devboxes = Devboxes(ground, self.blueprints, self._account)
         self._ports = PortProxy()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -110,6 +110,7 @@ class RunloopEmulator:
     async def aclose(self) -> None:
         for task in self._tasks:
             task.cancel()
+        await self.blueprints.aclose()
         await self.devboxes.aclose()
         await self._server.aclose()
         await self._ports.aclose()

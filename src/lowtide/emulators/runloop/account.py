@@ -128,6 +128,10 @@ class Account:
         except KeyError:
             raise Refused(400, f"secret {name} not found") from None
 
+    def known_secrets(self, wanted: dict[str, str]) -> dict[str, str]:
+        """The values behind the names that there are."""
+        return {name: self._values[secret] for name, secret in wanted.items() if secret in self._values}
+
     # ------------------------------------------------------------ network policies
 
     async def create_policy(self, request: web.Request) -> web.Response:

@@ -272,11 +272,11 @@ class Control:
 
     async def blueprint_logs(self, request: web.Request) -> web.Response:
         blueprint = self.blueprints.get(request.match_info["blueprint"])
-        told = {"blueprint_id": blueprint.blueprint_id, "logs": self.blueprints.log(blueprint)}
+        told = {"blueprint_id": blueprint.blueprint_id, "logs": blueprint.log}
         return web.json_response(told)
 
     async def delete_blueprint(self, request: web.Request) -> web.Response:
-        self.blueprints.get(request.match_info["blueprint"]).deleted = True
+        self.blueprints.delete(self.blueprints.get(request.match_info["blueprint"]))
         return web.json_response({})
 
     async def list_blueprints(self, request: web.Request) -> web.Response:

@@ -31,10 +31,18 @@ from lowtide.providers.base import ProcessHandle
 if TYPE_CHECKING:
     from lowtide.emulators.ground import Ground
     from lowtide.emulators.runloop.account import Account
-    from lowtide.emulators.runloop.blueprints import Blueprints
+    from lowtide.emulators.runloop.blueprints import Blueprint, Blueprints
+    from lowtide.emulators.runloop.model import Snapshot
 
 HOMES = {"user": "/home/user", "root": "/root"}
 _REMEMBERED = 5000  # that are over
+
+
+def _base(snapshot: Snapshot | None, blueprint: Blueprint | None) -> str | None:
+    """The files it stands on; None: this machine's own."""
+    if snapshot is not None:
+        return snapshot.backing_id
+    return blueprint.built.snapshot if blueprint is not None and blueprint.built is not None else None
 
 
 class Devboxes:
@@ -88,7 +96,7 @@ class Devboxes:
             created_at=now,
             blueprint_id=blueprint.blueprint_id if blueprint else None,
             snapshot_id=snapshot.snapshot_id if snapshot else None,
-            base=snapshot.backing_id if snapshot else None,
+            base=_base(snapshot, blueprint),
             file_mounts=dict(asked.get("file_mounts") or {}),
             entrypoint=asked.get("entrypoint"),
             active_at=now,
