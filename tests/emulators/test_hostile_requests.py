@@ -349,3 +349,28 @@ def test_the_proxy_refuses_hosts_and_ports_that_cannot_be(served: Handle) -> Non
             connection.settimeout(10)
             answer = connection.recv(100)
         assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 407")), (target, answer)
+
+
+def test_what_once_spoiled_a_neighbour_is_refused_and_spoils_nothing(
+    served: Handle, e2b_neighbour: str, daytona_neighbour: str
+) -> None:
+    """Each of these once broke a later call of somebody else; the neighbours' fixtures look at them afterwards."""
+    send = e2b(served)
+    assert send("POST", "/sandboxes", b'{"templateID": "base", "timeout": NaN}')[0] == 400
+    assert send("POST", f"/sandboxes/{e2b_neighbour}/snapshots", b'{"name": 5}')[0] == 400
+    assert send("POST", f"/sandboxes/{e2b_neighbour}/timeout", b"{}")[0] == 400
+    made = send.json("POST", "/sandboxes", {"templateID": "code-interpreter-v1", "secure": False})[
+        "sandboxID"
+    ]
+    to = {b"E2b-Sandbox-Id": made.encode(), b"E2b-Sandbox-Port": b"49999"}
+    for code in (b"5", b'["1"]', b"null", b'{"a": 1}'):
+        assert send("POST", "/execute", b'{"code": ' + code + b"}", to)[0] in (400, 422)
+
+    control, inside = daytona(served), daytona(served, f"/toolbox/{daytona_neighbour}")
+    assert control("POST", "/sandbox", b'{"ttlMinutes": 1000000000000}')[0] == 400
+    for minutes in (b"1000000000000", b"1e308", b"NaN"):
+        path = f"/sandbox/{daytona_neighbour}/ttl/{minutes.decode()}"
+        assert control("POST", path)[0] in (400, 404)
+    inside.json("POST", "/process/session", {"sessionId": "s"})
+    assert inside("POST", "/process/session/s/exec", b'{"command": "echo \\ud800"}')[0] == 400
+    assert inside.json("POST", "/process/session/s/exec", {"command": "echo next"})["stdout"] == "next\n"
