@@ -470,8 +470,31 @@ def test_git_works_in_the_sandbox(daytona_create: Create) -> None:
 
 def test_what_is_not_there_says_so(daytona_create: Create) -> None:
     box = daytona_create()
+    box.process.exec("mkdir repo")
     with pytest.raises(sdk.DaytonaError, match="not available"):
-        box.create_lsp_server("python", "repo").start()
+        box.create_lsp_server("typescript", "repo").start()
+    with pytest.raises(sdk.DaytonaError, match="not available"):
+        box.computer_use.start()
+
+
+def test_a_language_server_answers_where_the_machine_has_one(daytona_create: Create) -> None:
+    pytest.importorskip("pylsp")
+    box = daytona_create()
+    box.process.exec("mkdir repo")
+    box.fs.upload_file(b"import os\n\ndef double(x):\n    return 2 * x\n\nos.getc\n", "repo/a.py")
+    server = box.create_lsp_server("python", "repo")
+    server.start()
+    server.did_open("a.py")
+    assert "double" in [one.name for one in server.document_symbols("a.py")]
+    found = server.completions("a.py", sdk.LspCompletionPosition(line=5, character=7))
+    assert any(one.label.startswith("getcwd") for one in found.items)
+    box.process.exec("ln -s /dev/zero repo/endless.py")
+    with pytest.raises(sdk.DaytonaError, match=r"too large|not a"):
+        server.did_open("endless.py")
+    server.did_close("a.py")
+    server.stop()
+    with pytest.raises(sdk.DaytonaError, match="not running"):
+        server.document_symbols("a.py")
 
 
 # ---------------------------------------------------------------- the async SDK

@@ -31,8 +31,7 @@ class Information:
         add("GET", "/port", self.ports)
         add("GET", "/port/{port}/in-use", self.port_in_use)
         add("GET", "/system/metrics", self.metrics)
-        for path in ("/lsp/{rest:.*}", "/computeruse/{rest:.*}"):
-            add("*", path, self.not_here)
+        add("*", "/computeruse/{rest:.*}", self.not_here)
 
     async def version(self, request: web.Request, sandbox: Sandbox) -> web.Response:
         return web.json_response({"version": "0.226.1"})
@@ -96,5 +95,4 @@ class Information:
         )
 
     async def not_here(self, request: web.Request, sandbox: Sandbox) -> web.Response:
-        what = "computer use" if "/computeruse/" in request.path else "language servers"
-        raise Refused(501, f"{what} are not available in the emulator")
+        raise Refused(501, "computer use is not available in the emulator")

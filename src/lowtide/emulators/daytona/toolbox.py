@@ -16,6 +16,7 @@ from lowtide.emulators.daytona.files import Files
 from lowtide.emulators.daytona.git import Git
 from lowtide.emulators.daytona.information import Information
 from lowtide.emulators.daytona.interpreter import Interpreters
+from lowtide.emulators.daytona.language_servers import LanguageServers
 from lowtide.emulators.daytona.sandbox import Sandbox
 from lowtide.emulators.daytona.sessions import Sessions
 from lowtide.emulators.daytona.terminals import Terminals
@@ -53,6 +54,7 @@ class Toolbox:
             Terminals(self),
             Interpreters(self),
             Git(self),
+            LanguageServers(self),
             Information(self),
         ]
 
