@@ -35,6 +35,8 @@ WORKDIR deeper
 RUN <<EOF
 echo here >> ../said
 EOF
+ENV PATH="/srv/bin:$PATH"
+RUN n=3; echo $((1<<n)) >> ../said; apt-get install x
 CMD ["sleep", "1"]
 """
 
@@ -71,16 +73,20 @@ def test_a_recipe_is_followed_and_what_was_built_before_is_not_built_again(tmp_p
         async with building(tmp_path) as (backing, builder):
             log: list[str] = []
             built = await builder.build(dockerfile.steps(RECIPE), log=log.append, context=files)
-            said = "red dark two words\n/srv/app\none\ntwo\nhere\n"
+            said = "red dark two words\n/srv/app\none\ntwo\nhere\n8\n"
             assert await read(backing, built, "/srv/app/said") == said
             assert built.around.workdir == "/srv/app/deeper"
-            assert built.around.environment == {"SHADE": "dark", "NAME": "two words"}
+            assert built.around.environment == {
+                "SHADE": "dark",
+                "NAME": "two words",
+                "PATH": f"/srv/bin:{dockerfile.PATH}",
+            }
             assert "apt-get update: not run here" in "".join(log)
 
             again: list[str] = []
             same = await builder.build(dockerfile.steps(RECIPE), log=again.append, context=files)
             assert same == built
-            assert again.count("CACHED\n") == 6
+            assert again.count("CACHED\n") == 7
             other = context(**{"a.txt": "other\n", "sub/b.txt": "two\n"})  # the content is what counts
             changed = await builder.build(dockerfile.steps(RECIPE), log=again.append, context=other)
             assert "other" in await read(backing, changed, "/srv/app/said")
@@ -145,6 +151,7 @@ def test_layers_nobody_holds_go_when_there_are_too_many(
         "FROM a\nADD https://example.org/x /y",
         "FROM a\nCOPY one",
         'FROM a\nENV A="open',
+        "FROM a\n" + "ENV A=b\n" * 1001,
     ],
 )
 def test_what_is_not_built_here_is_refused_by_name(text: str) -> None:

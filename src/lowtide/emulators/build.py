@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from lowtide.emulators.dockerfile import CannotBuild, Step, Surroundings
+from lowtide.emulators.dockerfile import PATH, CannotBuild, Step, Surroundings
 from lowtide.emulators.guest import users_are_real
 from lowtide.errors import LowtideError
 
@@ -27,7 +27,9 @@ LONGEST_STEP_SECONDS = 3600.0
 LARGEST_LOG = 4 << 20
 _IDLE = ("/bin/sh", "-c", "exec sleep infinity")
 _TOOLS = "/opt/lowtide-build"
-_PATH = f"{_TOOLS}:/opt/python/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_AT_ONCE = 4
+_LONGEST_LINE = 1 << 16
+_LINE_COSTS = 100  # of the log's bytes: a log of empty lines is long, too
 # An image is this machine's own /usr, which no package manager in a sandbox can change: they say so and do nothing.
 _FIRST = Step(
     shown="",
@@ -91,6 +93,7 @@ class Builder:
         """Least recently used first."""
         self._under_way: dict[str, asyncio.Lock] = {}
         self._waiting: dict[str, int] = {}
+        self._places = asyncio.Semaphore(_AT_ONCE)
 
     async def build(
         self, steps: Iterable[Step], *, log: Log, below: Built | None = None, context: bytes = b""
@@ -106,7 +109,7 @@ class Builder:
             nonlocal said
             if said < LARGEST_LOG:
                 log(text)
-            said += len(text)
+            said += len(text) + _LINE_COSTS * text.count("\n")
 
         if built.key:
             self._pin(built.key)
@@ -163,7 +166,8 @@ class Builder:
                     if step.shown:
                         log("CACHED\n")
                 else:
-                    found = _Layer(await self._make(below, step, log, context))
+                    async with self._places:
+                        found = _Layer(await self._make(below, step, log, context))
                 self._layers[key] = found
         finally:
             self._waiting[key] -= 1
@@ -195,7 +199,7 @@ class Builder:
                 argv,
                 cwd=around.workdir or "/",
                 user=account,
-                environment={"PATH": _PATH, "HOME": "/root", **step.arguments, **around.environment},
+                environment=_environment(step, around),
                 stdin=given is not None,
             )
             try:
@@ -205,8 +209,15 @@ class Builder:
                             for at_byte in range(0, len(given), 1 << 20):
                                 await handle.write_stdin(given[at_byte : at_byte + (1 << 20)])
                             await handle.close_stdin()
+                    line = b""
                     async for _, data in handle.output():
-                        log(data.decode(errors="replace"))
+                        whole, newline, line = (line + data).rpartition(b"\n")
+                        if len(line) > _LONGEST_LINE:
+                            whole, newline, line = whole + newline + line, b"\n", b""
+                        if newline:
+                            log((whole + newline).decode(errors="replace"))
+                    if line:
+                        log(line.decode(errors="replace") + "\n")
                     code = await handle.wait()
             except TimeoutError:
                 raise BuildFailed(f"{step.shown[:200]}: not done in {LONGEST_STEP_SECONDS:.0f} s") from None
@@ -228,6 +239,11 @@ class Builder:
             with contextlib.suppress(LowtideError):  # a sandbox or another layer stands on it
                 await self._backing.delete_snapshot(layer.snapshot)
                 self._layers.pop(key, None)
+
+
+def _environment(step: Step, around: Surroundings) -> dict[str, str]:
+    found = {"PATH": PATH, "HOME": "/root", **step.arguments, **around.environment}
+    return {**found, "PATH": f"{_TOOLS}:{found['PATH']}"}
 
 
 def _key(below: Built, step: Step, context: bytes) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import bisect
 import json
 import posixpath
 import re
@@ -12,7 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 _VARIABLE = re.compile(r"\\\$|\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
-_HEREDOC = re.compile(r"<<-?\s*[\"']?(\w+)[\"']?")
+_HEREDOC = re.compile(r"(?<!<)<<-?([\"']?)([A-Za-z_]\w*)\1")
+PATH = "/opt/python/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+"""Where the programs of this machine are, which stands for every image."""
+MOST_INSTRUCTIONS = 1000
+LONGEST_RECIPE = 1 << 20
 _FLAG = re.compile(r"--([a-z-]+)(?:=(\S+))?\s+")
 
 
@@ -62,7 +66,7 @@ def steps(
     stages = 0
     for word, rest in instructions(text):
         shown = f"{word} {rest}"
-        known = {**arguments, **around.environment}
+        known = {"PATH": PATH, **arguments, **around.environment}
         match word:
             case "FROM":
                 stages += 1
@@ -95,40 +99,42 @@ def steps(
 
 def instructions(text: str) -> Iterator[tuple[str, str]]:
     """The word and the rest of each: lines that go on and here-documents are put together, comments left out."""
-    lines = iter(text.splitlines())
-    for line in lines:
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        whole = line
-        while whole.rstrip().endswith("\\"):
-            more = next(lines, None)
-            if more is None:
-                whole = whole.rstrip()[:-1]
-                break
-            if more.lstrip().startswith("#"):
+    if len(text) > LONGEST_RECIPE:
+        raise CannotBuild(f"a recipe has {LONGEST_RECIPE} characters at most")
+    lines = text.splitlines()
+    places: dict[
+        str, list[int]
+    ] = {}  # of each line, so that the end of a here-document is looked up and not for
+    for number, line in enumerate(lines):
+        places.setdefault(line.strip(), []).append(number)
+    at = found = 0
+    while at < len(lines):
+        parts: list[str] = []
+        while at < len(lines):
+            line = lines[at]
+            at += 1
+            if line.lstrip().startswith("#") or (not parts and not line.strip()):
                 continue
-            whole = whole.rstrip()[:-1] + "\n" + more if "<<" in whole else whole.rstrip()[:-1] + " " + more
-        word, _, rest = whole.strip().partition(" ")
-        if word.upper() == "RUN" and (mark := _HEREDOC.search(rest)):
-            body = [rest]
-            for more in lines:
-                body.append(more)
-                if more.strip() == mark[1]:
-                    break
-            inside = body[1:-1]
+            goes_on = line.rstrip().endswith("\\")
+            parts.append(line.rstrip()[:-1] if goes_on else line)
+            if not goes_on:
+                break
+        word, _, rest = " ".join(parts).strip().partition(" ")
+        if not word:
+            continue
+        found += 1
+        if found > MOST_INSTRUCTIONS:
+            raise CannotBuild(f"a recipe has {MOST_INSTRUCTIONS} instructions at most")
+        mark = _HEREDOC.search(rest) if word.upper() == "RUN" else None
+        ends = places.get(mark[2], []) if mark else []
+        after = bisect.bisect_left(ends, at)
+        if mark and after < len(ends):
+            end = ends[after]
             # `RUN <<EOF` alone is a script; anything before it takes the document as its input.
-            rest = "\n".join(inside if not rest[: mark.start()].strip() else body)
+            inside = lines[at:end]
+            rest = "\n".join(inside if not rest[: mark.start()].strip() else [rest, *inside, mark[2]])
+            at = end + 1
         yield word.upper(), rest.strip()
-
-
-def variables(text: str) -> dict[str, str]:
-    """Its ENV lines; one that cannot be read is left out."""
-    found: dict[str, str] = {}
-    for word, rest in instructions(text):
-        if word == "ENV":
-            with contextlib.suppress(CannotBuild):
-                found.update(_pairs(rest, found))
-    return found
 
 
 def _copy(shown: str, rest: str, known: Mapping[str, str], around: Surroundings) -> Step:
