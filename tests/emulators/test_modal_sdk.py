@@ -224,7 +224,7 @@ def test_snapshots_are_images_and_images_are_recipes(create: Create, client: Any
         modal.Image.from_registry("python:3.11").env({"SHADE": "dark"}).run_commands("echo $SHADE > /made")
     )
     assert run(create(image=image), "sh", "-c", "cat /made; echo $SHADE") == (0, "dark\ndark\n", "")
-    with pytest.raises(modal.exception.Error, match="ended with 3"):
+    with pytest.raises(modal.exception.Error, match="exit code 3"):
         create(image=modal.Image.debian_slim().run_commands("exit 3"))
 
 
