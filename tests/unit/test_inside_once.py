@@ -12,28 +12,9 @@ from pathlib import Path
 import pytest
 from tests.inside_program import PROGRAM, Inside, PipeChannel, run, serving
 
-from lowtide.providers.inside import Channel, Clients, Spent
+from lowtide.providers.inside import Answer, Channel, Clients
 
 pytestmark = pytest.mark.timeout(120)
-
-
-class Answer:
-    """Implements `Channel` over what one run of the program printed."""
-
-    def __init__(self, text: bytes) -> None:
-        self.text = text
-
-    async def send(self, data: bytes) -> None:
-        raise BrokenPipeError
-
-    async def receive(self) -> bytes:
-        text, self.text = self.text, b""
-        if not text:
-            raise Spent
-        return text
-
-    def close(self) -> None:
-        return None
 
 
 class Once(Inside):

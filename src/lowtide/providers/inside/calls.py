@@ -21,10 +21,10 @@ class Calls:
         self.clients = clients
         self._forwards: dict[tuple[str, int], Forward] = {}
 
-    def forget_calls(self, sandbox_id: str) -> None:
+    def forget_calls(self, sandbox_id: str, *, goodbye: bool = True) -> None:
         for key in [key for key in self._forwards if key[0] == sandbox_id]:
             self._forwards.pop(key).close()
-        self.clients.forget(sandbox_id)
+        self.clients.forget(sandbox_id, goodbye=goodbye)
 
     def end_calls(self) -> None:
         for forward in self._forwards.values():

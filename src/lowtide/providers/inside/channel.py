@@ -27,6 +27,25 @@ class Spent(EOFError):
     opened in its place, and the next command has a client of its own."""
 
 
+class Answer:
+    """Implements `Channel` over all that one request brought back."""
+
+    def __init__(self, text: bytes) -> None:
+        self._text = text
+
+    async def send(self, data: bytes) -> None:
+        raise BrokenPipeError("an answer takes no more")
+
+    async def receive(self) -> bytes:
+        text, self._text = self._text, b""
+        if not text:
+            raise Spent
+        return text
+
+    def close(self) -> None:
+        return None
+
+
 Opener = Callable[[bytes], Awaitable[Channel]]
 """Starts or finds the program and sends it these first bytes. Where a service starts it by a request of its
 own, they travel in that request, with the first command among them. Raises LowtideError."""

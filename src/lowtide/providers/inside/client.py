@@ -59,9 +59,11 @@ class Client:
     def pid(self) -> int | None:
         return self._link.pid
 
-    def close(self) -> None:
-        """Commands go on, and what they say goes nowhere."""
-        if self.alive:
+    def close(self, *, goodbye: bool = True) -> None:
+        """Commands go on, and what they say goes nowhere. Without a goodbye: the sandbox is ending."""
+        if self.alive and not goodbye:
+            self._link.drop()
+        elif self.alive:
             with suppress(LowtideError, RuntimeError):
                 self._link.write(frames.frame(frames.BYE, 0))
             self._link.close()
@@ -92,6 +94,11 @@ class Client:
             return await answer
         finally:
             self._renewals.pop(number, None)
+
+    async def end_commands(self, grace_seconds: float) -> None:
+        """TERM, the grace, KILL for all that this client runs. Silent about what cannot be ended."""
+        running = [process.terminate(grace_seconds) for process in self._processes.values()]
+        await asyncio.gather(*running, return_exceptions=True)
 
     async def _start(self, spec: ProcessSpec, flags: int) -> InsideProcess:
         context: dict[str, Any] = {"provider": self.provider, "sandbox_id": self.sandbox_id}

@@ -57,11 +57,20 @@ class Clients:
             if idle is not None:
                 self._clients.pop(idle).close()
 
-    def forget(self, sandbox_id: str) -> None:
-        """It is ending: its channel breaks with it, and tells its commands then. Without any, it is closed now."""
-        client = self._clients.pop(sandbox_id, None)
-        if client is not None and client.idle and self._loop is asyncio.get_running_loop():
-            client.close()
+    def known(self, sandbox_id: str) -> Client | None:
+        """The one that is used here already."""
+        client = self._clients.get(sandbox_id) if self._loop is asyncio.get_running_loop() else None
+        return client if client is not None and client.alive else None
+
+    def forget(self, sandbox_id: str, *, goodbye: bool = True) -> None:
+        """It is ending: its channel breaks with it, and tells its commands then. Without any, it is closed now.
+
+        `goodbye`: where the channel's other end has to be told, though its sandbox is ending.
+        """
+        client = self.known(sandbox_id)
+        self._clients.pop(sandbox_id, None)
+        if client is not None and client.idle:
+            client.close(goodbye=goodbye)
 
     def close(self) -> None:
         if self._loop is asyncio.get_running_loop():

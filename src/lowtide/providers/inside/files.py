@@ -46,7 +46,7 @@ async def write_file(
         _checked(client, path),
         "-" if mode is None else str(mode & 0o7777),
         "s" if sync else "-",
-        "-" if modified is None else f"{modified:.6f}",
+        _stamp(modified),
     )
     async with client.call(*words, stdin=True) as process:
         answer = _answer(client, process, path)
@@ -69,10 +69,22 @@ async def write_file(
         return written
 
 
-async def replace_file(client: Client, path: str, source: str, *, mode: int | None = None) -> None:
+async def check_write(client: Client, path: str) -> None:
+    """Raises what a write of it would, before a byte is sent. Nothing changes but that its directory is there."""
+    async with client.call("write", _checked(client, path), "-", "-", "-", stdin=True) as process:
+        await _answer(client, process, path).expect("ok")
+
+
+async def replace_file(
+    client: Client, path: str, source: str, *, mode: int | None = None, modified: float | None = None
+) -> None:
     """`source`, a file in the sandbox, takes the place of `path` as a write does. It is gone then."""
     words = ("replace", _checked(client, path), "-" if mode is None else str(mode & 0o7777), source)
-    await _simple(client, path, *words)
+    await _simple(client, path, *words, _stamp(modified))
+
+
+def _stamp(modified: float | None) -> str:
+    return "-" if modified is None else f"{modified:.6f}"
 
 
 async def stat(client: Client, path: str) -> FileEntry:

@@ -5,7 +5,7 @@
  *
  *   init SECONDS CAP [COMMAND...]   the sandbox's main process: the server, and the lease's clock
  *   guard SECONDS CAP [COMMAND...]  the same where `attach` runs as the sandbox's own user
- *   attach [text]                   hands its standard input and output to the server of `init`
+ *   attach [text] [wait]            hands its standard input and output to the server of `init`, waiting until it serves
  *   serve NAME [text] [once] [own]  the same without `init`: starts the server NAME unless it runs; begins with
  *                                   what LOWTIDE_FIRST (base64) holds
  *
@@ -615,6 +615,7 @@ static void write_file(char *given, const char *mode_text, int sync, const char 
 	if (from) {
 		if (keep) K(fchown, source, uid, gid);
 		error = keep || *mode_text != '-' ? K(fchmod, source, mode) : 0;
+		if (error == 0 && !same(moment, "-")) stamp(source, 0, moment_of(moment));
 		if (error == 0) error = K(renameat2, AT_CWD, from, directory, name, 0);
 		if (error != -EXDEV) finish(error);
 	}
@@ -1217,7 +1218,7 @@ static __attribute__((noreturn)) void call(char **argv, int argc)
 	if (argc < 2) fail(-EINVAL);
 	if (same(what, "read")) read_file(argv[1]);
 	if (same(what, "write")) write_file(argv[1], second, argc > 3 && argv[3][0] == 's', 0, argc > 4 ? argv[4] : "-");
-	if (same(what, "replace")) write_file(argv[1], second, 0, argc > 3 ? argv[3] : "", "-");
+	if (same(what, "replace")) write_file(argv[1], second, 0, argc > 3 ? argv[3] : "", argc > 4 ? argv[4] : "-");
 	if (same(what, "list")) list(argv[1]);
 	if (same(what, "stat")) stat_path(argv[1]);
 	if (same(what, "mkdir")) { strip(argv[1]); finish(make_dirs(argv[1], 1)); }
@@ -2117,7 +2118,8 @@ static void prepare(void)
 	K(prctl, PR_SET_CHILD_SUBREAPER, 1);
 }
 
-static __attribute__((noreturn)) void hand_over(const char *name, u8 mode, char *first)
+/* `patience`: for so many ms a server that does not answer yet is waited for: it is only just starting. */
+static __attribute__((noreturn)) void hand_over(const char *name, u8 mode, char *first, long patience)
 {
 	u8 said[5] = {mode};
 	u32 size = first ? length(first) : 0;
@@ -2125,7 +2127,12 @@ static __attribute__((noreturn)) void hand_over(const char *name, u8 mode, char 
 	memcpy(said + 1, &ahead, 4);
 	struct address a;
 	int n = name_socket(&a, name);
-	long fd = K(socket, 1, 1 | O_CLOEXEC, 0), error = fd < 0 ? fd : K(connect, fd, &a, n);
+	long fd = K(socket, 1, 1 | O_CLOEXEC, 0), error = fd < 0 ? fd : K(connect, fd, &a, n), until = now_ms() + patience;
+	while (error == -ECONNREFUSED && now_ms() < until) {
+		struct { long sec, nsec; } t = {0, 2000000};
+		K(ppoll, 0, 0, &t, 0, 0);
+		error = K(connect, fd, &a, n);
+	}
 	struct vector vector = {said, 5};
 	struct rights rights = {sizeof rights, 1, 1, {0, 1}};
 	struct message message = {0, 0, &vector, 1, &rights, sizeof rights, 0};
@@ -2194,7 +2201,15 @@ static int run(int argc, char **argv)
 	K(prctl, PR_SET_DUMPABLE, 0);
 	guarded = same(what, "guard");
 	if ((guarded || same(what, "init")) && argc > 3) init(argc - 2, argv + 2);
-	if (same(what, "attach")) hand_over("inside", argc > 2 ? 't' : 'b', 0);
+	if (same(what, "attach")) {
+		char *first = taken_out("LOWTIDE_FIRST=");
+		u8 mode = 'b';
+		long patience = 0;
+		for (int i = 2; i < argc; i++)
+			if (same(argv[i], "wait")) patience = GREETING_MS;
+			else mode = 't';
+		hand_over("inside", mode, first, patience);
+	}
 	if (same(what, "serve") && argc > 2) {
 		char *first = taken_out("LOWTIDE_FIRST=");
 		u8 mode = 'b';
@@ -2213,7 +2228,7 @@ static int run(int argc, char **argv)
 			serve(listener);
 		}
 		shut(&listener);
-		hand_over(argv[2], mode, first);
+		hand_over(argv[2], mode, first, 0);
 	}
 	say(2, "lowtide: not meant to be run by hand\n");
 	return 2;

@@ -101,6 +101,11 @@ class Link:
             channel.close()
         self._end(SandboxUnavailableError("the connection into the sandbox was closed", **self._context))
 
+    def drop(self) -> None:
+        """Nothing goes out any more: what it leads to is ending."""
+        self._drop()
+        self._end(SandboxUnavailableError("the sandbox is ending", **self._context))
+
     async def _last_words(self, channel: Channel) -> None:
         with contextlib.suppress(Exception):
             async with asyncio.timeout(5):
@@ -203,18 +208,18 @@ class Link:
             while True:
                 await self._work.wait()
                 self._work.clear()
-                if self._welcomed:
-                    await channel.send(self._packets())
+                if self._welcomed and (packets := self._packets()):
+                    await channel.send(packets)
         except (OSError, LowtideError):
             channel.close()  # the listening side sees its end
 
     def _packets(self) -> bytes:
-        """Everything that has not been sent over this channel, and what we have taken."""
+        """Everything that has not been sent over this channel, and what we have taken: alone, once that is much."""
         parts: list[bytes] = []
         while True:
             at = self._sent - self._taken
             piece = bytes(self._unsaid[at : min(at + PACKET, WINDOW)])
-            if not piece and (parts or self._received == self._told):
+            if not piece and (parts or self._received - self._told < _TOLD):
                 return b"".join(parts)
             parts.append(self._wire(HEAD.pack(len(piece) + 16, self._sent, self._received) + piece))
             self._told = self._received

@@ -17,6 +17,8 @@ KEY = "LOWTIDE_KEY"
 """The variable in which the main process gets the key. It takes it out before anything else runs."""
 FIRST = "LOWTIDE_FIRST"
 """The variable in which `serve` gets what has to be said first, where a service's start carries no input: base64."""
+LONGEST_FIRST = 90_000
+"""As much as fits into one variable (128 KiB) as base64."""
 READER = "65534:65534"
 """Who `attach` runs as: the program's file may be executed and not read by it, so that it is never dumpable."""
 
@@ -67,10 +69,50 @@ def serve_line(architecture: str, name: str) -> str:
     return f"{_written(architecture, path)}&&exec {path} serve {name} own"
 
 
-def text_line(architecture: str, name: str) -> str:
-    """As `serve_line`, for a channel of text that may be opened anew: each try has a file of its own."""
+def text_line(architecture: str, name: str, first: bytes = b"") -> str:
+    """As `serve_line`, for a channel of text that may be opened anew: each try has a file of its own.
+
+    `first`: all that there is to say to it; then its answer is all of its output.
+    """
     path = f"/tmp/.lowtide-{name}-$$"  # noqa: S108 - gone when the program runs
-    return f"{_written(architecture, path)}&&exec {path} serve {name} text own"
+    if not first:
+        return f"{_written(architecture, path)}&&exec {path} serve {name} text own"
+    said = base64.b64encode(first).decode("ascii")
+    return f"{_written(architecture, path)}&&export {FIRST}={said}&&exec {path} serve {name} text once own </dev/null"
+
+
+def main_line(place: str, *architectures: str, small: bool = False) -> str:
+    """Bring it in as `place` and become the sandbox's main process: `guard`, with the words after the line's own name.
+
+    `place` is as a shell reads it. It may be executed only when it is whole, which `attach_words` waits for.
+    `small`: packed, where the line is kept and shown by the service; then the image needs gzip, too.
+    """
+    text = packed if small else _encoded
+    unpack = "base64 -d|gzip -d" if small else "base64 -d"
+    if len(architectures) == 1:
+        bring = f"echo {text(architectures[0])}"
+    else:
+        cases = "".join(f"{'|'.join(_names(one))}) a={text(one)};; " for one in architectures)
+        other = '*) echo "lowtide has no program for sandboxes on $(uname -m)" >&2; exit 1;; '
+        bring = f"case $(uname -m) in {cases}{other}esac;echo $a"
+    return (
+        f'p={place};[ -e "$p" ]||[ -L "$p" ]&&rm -f "$p";{bring}|{unpack} >"$p"&&chmod 111 "$p"'
+        '&&exec "$p" guard "$@"'
+    )
+
+
+def attach_words(place: str) -> tuple[str, ...]:
+    """Become a channel to the main process of `main_line`, which may have started only a moment ago."""
+    line = (
+        f'p={place};n=0;until [ -x "$p" ];do n=$((n+1));[ $n -gt 2000 ]&&exit 1;sleep 0.005;done;'
+        'exec "$p" attach wait'
+    )
+    return ("/bin/sh", "-c", line)
+
+
+def first_variable(first: bytes) -> dict[str, str]:
+    """What has to be said first, as the environment of what says it. Empty: there is too much of it."""
+    return {FIRST: base64.b64encode(first).decode("ascii")} if len(first) <= LONGEST_FIRST else {}
 
 
 def place_line(architecture: str, directory: str) -> str:
@@ -80,5 +122,13 @@ def place_line(architecture: str, directory: str) -> str:
 
 def _written(architecture: str, path: str) -> str:
     """Not packed: another process to unpack it costs more than 16 kB on the way, which need no more round trips."""
-    text = base64.b64encode(program(architecture)).decode("ascii")
-    return f"echo {text}|base64 -d >{path}&&chmod 111 {path}"
+    return f"echo {_encoded(architecture)}|base64 -d >{path}&&chmod 111 {path}"
+
+
+@cache
+def _encoded(architecture: str) -> str:
+    return base64.b64encode(program(architecture)).decode("ascii")
+
+
+def _names(architecture: str) -> list[str]:
+    return [name for name, known in _ARCHITECTURES.items() if known == architecture]
