@@ -1,32 +1,10 @@
-"""The Modal emulator for tests that need one: started with the first, ended with the module."""
+"""The Modal emulator for tests that need one."""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from functools import partial
 
-import pytest
+from tests import hosted_emulator
 
-if TYPE_CHECKING:
-    from lowtide.emulators.handle import Handle
-
-_NEEDED = ("modal", "aiohttp", "cryptography")
-
-needs_emulator = [
-    pytest.mark.skipif(
-        any(importlib.util.find_spec(name) is None for name in _NEEDED),
-        reason="needs the extras lowtide[modal,emulators]",
-    )
-]
-
-
-def serving(*, plain: bool = True, limit: int | None = None) -> Iterator[Handle]:
-    """An emulator of its own, and this process's environment pointing at it meanwhile."""
-    from lowtide.engine import engine
-    from lowtide.providers import registry
-    from lowtide.testing import emulator
-
-    with emulator("modal", plain=plain, limit=limit, set_environment=True) as handle:
-        yield handle
-        engine().run(registry.aclose(), timeout=60.0)
+needs_emulator = hosted_emulator.needed("modal", "modal", "aiohttp", "cryptography")
+serving = partial(hosted_emulator.serving, "modal")

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from lowtide import Sandbox
+from lowtide.errors import SandboxFailedError, SandboxNotFoundError
 from lowtide.runtime.actions import ErrorObservation, ListObservation, RunObservation
-from lowtide.runtime.base import Runtime
+from lowtide.runtime.base import Runtime, new_sid, session_tag
+from lowtide.runtime.served import Served
 
 ANSWER_SECONDS = 120.0
 
@@ -343,3 +346,45 @@ class FileCases:
         with pytest.raises(FileNotFoundError):
             runtime.upload(tmp_path / "missing", f"{folder}/never").result(ANSWER_SECONDS)
         assert runtime.run_command(f"test -e {folder}/never").result(ANSWER_SECONDS).exit_code == 1
+
+
+class ServedCases:
+    """How it is connected and closed, where the action server is served inside a hosted sandbox."""
+
+    kind: type[Runtime]
+    scheme = "http"
+
+    def there(self, sid: str) -> list[Sandbox]:
+        return Sandbox.list(tags=[session_tag(sid)], provider=self.kind.provider).result(ANSWER_SECONDS)
+
+    async def test_basic_use(self) -> None:
+        runtime = self.kind(sid=new_sid())
+        await runtime.connect()
+        seen = await runtime.run_command("echo working")
+        assert (seen.content, seen.exit_code) == ("working\n", 0)
+        await runtime.aclose()
+        assert await Sandbox.list(tags=[session_tag(runtime.sid)], provider=self.kind.provider) == []
+
+    def test_error_safe_clean_up(self) -> None:
+        with pytest.raises(ZeroDivisionError), self.kind() as runtime:
+            runtime.run_command("true").result(ANSWER_SECONDS)
+            raise ZeroDivisionError
+        assert self.there(runtime.sid) == []
+        runtime.close()
+
+    def test_a_failed_connect_leaves_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def fail(self: Served) -> None:
+            raise SandboxFailedError("no", reason="test")
+
+        monkeypatch.setattr(Served, "_reach", fail)
+        runtime = self.kind()
+        with pytest.raises(SandboxFailedError):
+            runtime.connect().result(ANSWER_SECONDS)
+        assert self.there(runtime.sid) == []
+
+    def test_nothing_to_attach_to(self) -> None:
+        with pytest.raises(SandboxNotFoundError):
+            self.kind(sid=new_sid(), attach_to_existing=True).connect().result(ANSWER_SECONDS)
+
+    def test_the_server_has_an_address(self, runtime: Runtime) -> None:
+        assert runtime.server_url().result(ANSWER_SECONDS).url.startswith(self.scheme)

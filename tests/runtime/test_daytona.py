@@ -8,11 +8,9 @@ import pytest
 
 from lowtide import Sandbox
 from lowtide.emulators.handle import Handle
-from lowtide.errors import SandboxFailedError, SandboxNotFoundError
 from lowtide.providers.base import SandboxState
 from lowtide.runtime import DaytonaRuntime
-from lowtide.runtime.base import new_sid, session_tag
-from lowtide.runtime.served import Served
+from lowtide.runtime.base import session_tag
 from tests.daytona_emulator import needs_emulator, serving
 from tests.runtime import cases
 from tests.runtime.cases import shell  # noqa: F401 - a fixture
@@ -45,13 +43,8 @@ class TestFiles(cases.FileCases):
     pass
 
 
-async def test_basic_use(emulator: Handle) -> None:
-    runtime = DaytonaRuntime(sid=new_sid())
-    await runtime.connect()
-    seen = await runtime.run_command("echo working")
-    assert (seen.content, seen.exit_code) == ("working\n", 0)
-    await runtime.aclose()
-    assert await Sandbox.list(tags=[session_tag(runtime.sid)], provider="daytona") == []
+class TestServed(cases.ServedCases):
+    kind = DaytonaRuntime
 
 
 def test_kept_for_debugging(emulator: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,31 +70,3 @@ def test_stopped_and_not_deleted_when_asked(emulator: Handle, monkeypatch: pytes
     (kept,) = there(runtime.sid)
     assert kept.get_status() is SandboxState.STOPPED
     Sandbox.delete(str(runtime.sandbox_id), provider="daytona").result(SECONDS)
-
-
-def test_error_safe_clean_up(emulator: Handle) -> None:
-    with pytest.raises(ZeroDivisionError), DaytonaRuntime() as runtime:
-        runtime.run_command("true").result(SECONDS)
-        raise ZeroDivisionError
-    assert there(runtime.sid) == []
-    runtime.close()
-
-
-def test_a_failed_connect_leaves_nothing(emulator: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(self: Served) -> None:
-        raise SandboxFailedError("no", reason="test")
-
-    monkeypatch.setattr(Served, "_reach", fail)
-    runtime = DaytonaRuntime()
-    with pytest.raises(SandboxFailedError):
-        runtime.connect().result(SECONDS)
-    assert there(runtime.sid) == []
-
-
-def test_nothing_to_attach_to(emulator: Handle) -> None:
-    with pytest.raises(SandboxNotFoundError):
-        DaytonaRuntime(sid=new_sid(), attach_to_existing=True).connect().result(SECONDS)
-
-
-def test_the_server_has_an_address(runtime: DaytonaRuntime) -> None:
-    assert runtime.server_url().result(SECONDS).url.startswith("http")

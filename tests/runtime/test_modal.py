@@ -8,10 +8,8 @@ import pytest
 
 from lowtide import Sandbox
 from lowtide.emulators.handle import Handle
-from lowtide.errors import SandboxFailedError, SandboxNotFoundError
 from lowtide.runtime import ModalRuntime
-from lowtide.runtime.base import new_sid, session_tag
-from lowtide.runtime.served import Served
+from lowtide.runtime.base import session_tag
 from tests.modal_emulator import needs_emulator, serving
 from tests.runtime import cases
 from tests.runtime.cases import shell  # noqa: F401 - a fixture
@@ -44,13 +42,9 @@ class TestFiles(cases.FileCases):
     pass
 
 
-async def test_basic_use(emulator: Handle) -> None:
-    runtime = ModalRuntime(sid=new_sid())
-    await runtime.connect()
-    seen = await runtime.run_command("echo working")
-    assert (seen.content, seen.exit_code) == ("working\n", 0)
-    await runtime.aclose()
-    assert await Sandbox.list(tags=[session_tag(runtime.sid)], provider="modal") == []
+class TestServed(cases.ServedCases):
+    kind = ModalRuntime
+    scheme = "https"
 
 
 def test_it_is_terminated_whatever_is_asked(
@@ -67,31 +61,3 @@ def test_it_is_terminated_whatever_is_asked(
     assert there(runtime.sid) == []
     assert "keeps no sandbox" in caplog.text
     assert "is not mounted" in caplog.text
-
-
-def test_error_safe_clean_up(emulator: Handle) -> None:
-    with pytest.raises(ZeroDivisionError), ModalRuntime() as runtime:
-        runtime.run_command("true").result(SECONDS)
-        raise ZeroDivisionError
-    assert there(runtime.sid) == []
-    runtime.close()
-
-
-def test_a_failed_connect_leaves_nothing(emulator: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(self: Served) -> None:
-        raise SandboxFailedError("no", reason="test")
-
-    monkeypatch.setattr(Served, "_reach", fail)
-    runtime = ModalRuntime()
-    with pytest.raises(SandboxFailedError):
-        runtime.connect().result(SECONDS)
-    assert there(runtime.sid) == []
-
-
-def test_nothing_to_attach_to(emulator: Handle) -> None:
-    with pytest.raises(SandboxNotFoundError):
-        ModalRuntime(sid=new_sid(), attach_to_existing=True).connect().result(SECONDS)
-
-
-def test_the_server_has_an_address(runtime: ModalRuntime) -> None:
-    assert runtime.server_url().result(SECONDS).url.startswith("https")

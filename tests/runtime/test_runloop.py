@@ -8,11 +8,9 @@ import pytest
 
 from lowtide import Sandbox
 from lowtide.emulators.handle import Handle
-from lowtide.errors import SandboxFailedError, SandboxNotFoundError
 from lowtide.runtime import RunloopRuntime
-from lowtide.runtime.base import PORTS, new_sid, session_tag
+from lowtide.runtime.base import PORTS, session_tag
 from lowtide.runtime.runloop import LEFT_SECONDS
-from lowtide.runtime.served import Served
 from tests.runloop_emulator import needs_emulator, serving
 from tests.runtime import cases
 from tests.runtime.cases import shell  # noqa: F401 - a fixture
@@ -45,13 +43,8 @@ class TestFiles(cases.FileCases):
     pass
 
 
-async def test_basic_use(emulator: Handle) -> None:
-    runtime = RunloopRuntime(sid=new_sid())
-    await runtime.connect()
-    seen = await runtime.run_command("echo working")
-    assert (seen.content, seen.exit_code) == ("working\n", 0)
-    await runtime.aclose()
-    assert await Sandbox.list(tags=[session_tag(runtime.sid)], provider="runloop") == []
+class TestServed(cases.ServedCases):
+    kind = RunloopRuntime
 
 
 def test_it_is_large_has_both_ports_and_runs_its_launch_commands(emulator: Handle) -> None:
@@ -89,31 +82,3 @@ def test_close_has_the_last_word_about_what_is_left(emulator: Handle) -> None:
     assert there(removes.sid) == []
     (left,) = there(leaves.sid)
     Sandbox.delete(str(left.sandbox_id), provider="runloop").result(SECONDS)
-
-
-def test_error_safe_clean_up(emulator: Handle) -> None:
-    with pytest.raises(ZeroDivisionError), RunloopRuntime() as runtime:
-        runtime.run_command("true").result(SECONDS)
-        raise ZeroDivisionError
-    assert there(runtime.sid) == []
-    runtime.close()
-
-
-def test_a_failed_connect_leaves_nothing(emulator: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(self: Served) -> None:
-        raise SandboxFailedError("no", reason="test")
-
-    monkeypatch.setattr(Served, "_reach", fail)
-    runtime = RunloopRuntime()
-    with pytest.raises(SandboxFailedError):
-        runtime.connect().result(SECONDS)
-    assert there(runtime.sid) == []
-
-
-def test_nothing_to_attach_to(emulator: Handle) -> None:
-    with pytest.raises(SandboxNotFoundError):
-        RunloopRuntime(sid=new_sid(), attach_to_existing=True).connect().result(SECONDS)
-
-
-def test_the_server_has_an_address(runtime: RunloopRuntime) -> None:
-    assert runtime.server_url().result(SECONDS).url.startswith("http")
