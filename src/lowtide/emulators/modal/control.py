@@ -68,10 +68,8 @@ class Control:
 
     async def AppGetOrCreate(self, request: Any, call: Call) -> Any:
         app = self._account.app(request.app_name, request.environment_name, request.object_creation_type)
-        made = pb.AppGetOrCreateResponse(app_id=app.app_id)
-        made.handle_metadata.app_id, made.handle_metadata.description = app.app_id, app.name
-        made.handle_metadata.environment_name = app.environment
-        return made
+        known = {"app_id": app.app_id, "description": app.name, "environment_name": app.environment}
+        return _message(pb.AppGetOrCreateResponse, app_id=app.app_id, handle_metadata=known)
 
     async def AppLookup(self, request: Any, call: Call) -> Any:
         return pb.AppLookupResponse(
@@ -96,8 +94,11 @@ class Control:
         secret = self._secrets.get_or_create(request, self._account.environment(request.environment_name))
         return pb.SecretGetOrCreateResponse(
             secret_id=secret.secret_id,
-            metadata=pb.SecretMetadata(
-                name=secret.name, keys=list(secret.variables), environment_name=secret.environment
+            metadata=_message(
+                pb.SecretMetadata,
+                name=secret.name,
+                keys=list(secret.variables),
+                environment_name=secret.environment,
             ),
         )
 
@@ -386,3 +387,8 @@ def _shown(box: Box, as_of: float | None) -> bool:
     if as_of is None:
         return not box.is_over
     return box.created_at <= as_of and (not box.is_over or (box.ended_at or 0.0) > as_of)
+
+
+def _message(kind: Any, **fields: Any) -> Any:
+    """With those fields that the installed SDK's messages have: older ones have fewer."""
+    return kind(**{name: value for name, value in fields.items() if name in kind.DESCRIPTOR.fields_by_name})
