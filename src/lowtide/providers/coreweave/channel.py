@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 from lowtide.errors import LowtideError, SandboxUnavailableError
 from lowtide.providers.coreweave.access import messages
 from lowtide.providers.coreweave.create import PLACE
-from lowtide.providers.coreweave.errors import SERVICE, refusal
+from lowtide.providers.coreweave.errors import DOMAIN, SERVICE
 from lowtide.providers.hosted import backoff
 from lowtide.providers.hosted import forked_grpc as forked
+from lowtide.providers.hosted.grpc_calls import refusal
+from lowtide.providers.inside import program
 
 if TYPE_CHECKING:
     from lowtide.providers.coreweave.provider import CoreWeaveProvider
@@ -22,7 +24,7 @@ _PIECE = 64 << 10
 _START_SECONDS = 20.0
 """How long the main process may take from running to answering: it unpacks itself first."""
 _READY_SECONDS = 10.0
-_ATTACH = ("/bin/sh", "-c", f"exec {PLACE} attach")
+_ATTACH = program.attach_words(PLACE)
 
 
 class ExecChannel:
@@ -34,10 +36,11 @@ class ExecChannel:
         self.said = ""
         """What came on standard error, and how it ended: for an error's words."""
 
-    async def open(self, first: bytes) -> bool:
-        """Whether the program answers. Raises what the service does."""
+    async def open(self, first: bytes, *, alone: bool) -> bool:
+        """Whether the program answers. Raises what the service does. `alone`: nobody can read an environment there yet."""
         pb = messages()
-        init = pb.ExecStreamInit(sandbox_id=self._sandbox_id, command=_ATTACH)
+        said = program.first_variable(first) if alone else {}
+        init = pb.ExecStreamInit(sandbox_id=self._sandbox_id, command=_ATTACH, env=said)
         await self._write(pb.ExecStreamRequest(init=init))
         with SERVICE.mapped(self._sandbox_id):
             async with asyncio.timeout(_READY_SECONDS):
@@ -45,7 +48,8 @@ class ExecChannel:
         if ready is None or not ready.HasField("ready"):
             self._hear(ready)
             return False
-        await self.send(first)
+        if not said:
+            await self.send(first)
         self._first = await self.receive()
         return bool(self._first)
 
@@ -95,7 +99,7 @@ class ExecChannel:
             try:
                 return await work
             except self._grpc.RpcError as error:
-                raise refusal(error) from error
+                raise refusal(error, DOMAIN) from error
             except asyncio.InvalidStateError as error:
                 raise ConnectionResetError("the stream is over") from error
             except asyncio.CancelledError as error:
@@ -109,12 +113,13 @@ class ExecChannel:
 async def open_channel(provider: CoreWeaveProvider, sandbox_id: str, first: bytes) -> ExecChannel:
     """Once the main process listens. What is refused meanwhile, the control plane explains; what may pass is
     tried again: the program drops what it has heard already."""
+    alone = provider.alone(sandbox_id)
     deadline = time.monotonic() + _START_SECONDS
     for delay in backoff(0.005, 0.5):
-        channel = ExecChannel((await provider.connections()).stream(), sandbox_id)
+        channel = ExecChannel((await provider.connections()).stream("StreamExec"), sandbox_id)
         failure: LowtideError | None = None
         try:
-            if await channel.open(first):
+            if await channel.open(first, alone=alone):
                 return channel
         except LowtideError as error:
             failure = await provider.explained(sandbox_id, error)

@@ -7,10 +7,11 @@ import math
 from lowtide.errors import SandboxNotFoundError
 from lowtide.providers.base import SandboxState
 from lowtide.providers.coreweave import lookup
-from lowtide.providers.coreweave.access import Connections, messages
+from lowtide.providers.coreweave.access import messages
 from lowtide.providers.coreweave.errors import SERVICE
 from lowtide.providers.hosted import End, delete
 from lowtide.providers.hosted.destroy import CONFIRM_SECONDS
+from lowtide.providers.hosted.grpc_calls import Connections
 
 
 async def destroy(connections: Connections, sandbox_id: str, grace_seconds: float, *, running: bool) -> bool:

@@ -2,44 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from typing import Any
-
 from lowtide import errors
 from lowtide.providers.hosted import Fault, Service
 
 _OF = "lowtide.Refusal"
-_DETAILS = "grpc-status-details-bin"
-_ALREADY_EXISTS, UNAVAILABLE = 6, 14
-
-
-class Refusal(Exception):
-    """An answer that is not a success, or none at all."""
-
-    def __init__(self, text: str, *, status: int, reason: str, retry_seconds: float | None) -> None:
-        super().__init__(f"{text} ({reason})" if reason else text)
-        self.status, self.reason, self.retry_seconds = status, reason, retry_seconds
-
-
-def refusal(error: Any) -> Refusal:
-    """From what gRPC raised, with the details that the service sends along (AIP-193)."""
-    from google.protobuf.message import DecodeError
-    from google.rpc import error_details_pb2, status_pb2
-
-    reason, retry = "", None
-    for name, value in error.trailing_metadata() or ():
-        # Where the details are not what they should be, the status says enough.
-        with suppress(DecodeError):
-            details = status_pb2.Status.FromString(value).details if name == _DETAILS else ()
-            for detail in details:
-                info, again = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
-                if detail.Unpack(info) and info.domain == "cwsandbox.com":
-                    reason = info.reason
-                elif detail.Unpack(again):
-                    retry = max(0.0, again.retry_delay.ToMilliseconds() / 1000)
-    text = str(error.details() or error.code().name)[:2000]
-    return Refusal(text, status=int(error.code().value[0]), reason=reason[:100], retry_seconds=retry)
-
+DOMAIN = "cwsandbox.com"
+"""Of its reasons, in the details of an error."""
 
 _UNREACHED = "CoreWeave cannot be reached: {text}"
 FAULTS = (
@@ -72,13 +40,3 @@ FAULTS = (
 SERVICE = Service(
     "coreweave", "CoreWeave", FAULTS, retry_after=lambda error: getattr(error, "retry_seconds", None)
 )
-
-
-def reason_of(error: BaseException) -> str:
-    """The service's own word for it, or ""."""
-    return error.__cause__.reason if isinstance(error.__cause__, Refusal) else ""
-
-
-def is_conflict(error: BaseException) -> bool:
-    """Whether the request's id was used for another request."""
-    return isinstance(error.__cause__, Refusal) and error.__cause__.status == _ALREADY_EXISTS

@@ -8,10 +8,11 @@ from typing import Any
 
 from lowtide.errors import SandboxNotFoundError
 from lowtide.providers.base import SandboxInfo, SandboxState
-from lowtide.providers.coreweave.access import Connections, messages
+from lowtide.providers.coreweave.access import messages
 from lowtide.providers.coreweave.create import labels_of
 from lowtide.providers.coreweave.errors import SERVICE
 from lowtide.providers.hosted import is_word
+from lowtide.providers.hosted.grpc_calls import Connections
 from lowtide.providers.inside.program import EXPIRED
 
 SECONDS = 15.0

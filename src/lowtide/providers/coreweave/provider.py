@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import math
 from collections.abc import AsyncIterator, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
-from typing import Any, ClassVar, Self
+from datetime import datetime
+from typing import ClassVar
 
-from lowtide.errors import LowtideError, RequestTimeoutError, SandboxNotFoundError, SandboxUnavailableError
+from lowtide.errors import LowtideError, SandboxNotFoundError, SandboxUnavailableError
 from lowtide.providers import hosted
 from lowtide.providers.base import (
     Capability,
-    ProcessSpec,
     Recovery,
     SandboxInfo,
     SandboxSpec,
@@ -23,19 +20,19 @@ from lowtide.providers.base import (
     nothing_sent,
 )
 from lowtide.providers.coreweave import create, destroy, lookup, snapshots
-from lowtide.providers.coreweave.access import Access, Connections, messages
+from lowtide.providers.coreweave.access import Access, connections, messages
 from lowtide.providers.coreweave.channel import ExecChannel, open_channel
-from lowtide.providers.coreweave.errors import SERVICE, is_conflict
+from lowtide.providers.coreweave.errors import SERVICE
 from lowtide.providers.coreweave.options import CoreWeaveOptions
-from lowtide.providers.inside import Clients, InsideProcess
-from lowtide.providers.inside.calls import Calls
+from lowtide.providers.hosted.grpc_calls import ALREADY_EXISTS, Connections, has_status
+from lowtide.providers.inside import Clients
 from lowtide.providers.inside.program import KEY
 
 _CREATE_SECONDS = 45.0
 _READY_SECONDS = 600.0  # an image may have to be pulled
 
 
-class CoreWeaveProvider(Calls):
+class CoreWeaveProvider(hosted.Hosted):
     """One sandbox of CoreWeave per sandbox, with the program inside as its main process."""
 
     name: ClassVar[str] = "coreweave"
@@ -67,42 +64,29 @@ class CoreWeaveProvider(Calls):
         default_lifetime_seconds=float(create.LIFETIME_SECONDS),
     )
     options_type: ClassVar[type | None] = CoreWeaveOptions
+    access_type = Access
+    _access: Access
 
     def __init__(self, access: Access) -> None:
         self._access = access
         self._connections: Connections | None = None
         self._made: set[str] = set()
         """Sandboxes this process made: known to be ours, and to have run, without asking."""
+        self._alone: set[str] = set()
+        """Those of them in which nothing but the program inside has run yet."""
         self._keys: dict[str, bytes] = {}
         self._share_tokens: dict[str, str] = {}
-        super().__init__(self._new_clients())
+        super().__init__(Clients(self.name, self._open_channel, self._key))
 
     # -- connecting
-
-    @classmethod
-    def connect(cls, environ: Mapping[str, str], options: Mapping[str, Any] | None = None) -> Self:
-        access = Access.resolve(environ, options)
-        if importlib.util.find_spec("cwsandbox") is None:
-            raise hosted.missing_dependency("coreweave", "CoreWeave's SDK")
-        return cls(access)
-
-    @property
-    def account(self) -> str:
-        return self._access.account
-
-    def credentials(self) -> dict[str, str]:
-        return self._access.credentials()
 
     async def connections(self) -> Connections:
         """One set per event loop: a forked child or another loop gets its own."""
         found = self._connections
         if found is None or found.loop is not asyncio.get_running_loop():
-            found = self._connections = Connections(self._access)
-            self.begin_calls(self._new_clients())
+            found = self._connections = connections(self._access)
+            self.begin_calls(self.clients)
         return found
-
-    def _new_clients(self) -> Clients:
-        return Clients(self.name, self._open_channel, self._key)
 
     async def aclose(self) -> None:
         self.end_calls()
@@ -132,6 +116,8 @@ class CoreWeaveProvider(Calls):
             replay=True,
         )
         self._made.add(made.sandbox_id)
+        if spec.command is None:
+            self._alone.add(made.sandbox_id)
         self._keys[made.sandbox_id] = self._access.inside_key(spec.lease_id)
         return made
 
@@ -152,7 +138,9 @@ class CoreWeaveProvider(Calls):
                 "CreateSandbox", create.tombstone(spec, self._access), _CREATE_SECONDS
             )
         except LowtideError as error:
-            if is_conflict(error):  # the request was taken: what it made shows, sooner or later
+            if has_status(
+                error, ALREADY_EXISTS
+            ):  # the request was taken: what it made shows, sooner or later
                 return await self._find(spec, ended=True)
             if hosted.was_lost(error):
                 raise
@@ -189,7 +177,7 @@ class CoreWeaveProvider(Calls):
 
     async def destroy(self, sandbox_id: str, *, grace_seconds: float = 0.0) -> bool:
         connections = await self.connections()
-        self.forget_calls(sandbox_id)
+        self.forget_calls(sandbox_id, goodbye=False)
         running = sandbox_id in self._made
         if not running:
             try:
@@ -198,6 +186,7 @@ class CoreWeaveProvider(Calls):
                 return False
         ended = await destroy.destroy(connections, sandbox_id, grace_seconds, running=running)
         self._made.discard(sandbox_id)
+        self._alone.discard(sandbox_id)
         self._keys.pop(sandbox_id, None)
         self._share_tokens.pop(sandbox_id, None)
         return ended
@@ -206,6 +195,12 @@ class CoreWeaveProvider(Calls):
 
     async def _open_channel(self, sandbox_id: str, first: bytes) -> ExecChannel:
         return await open_channel(self, sandbox_id, first)
+
+    def alone(self, sandbox_id: str) -> bool:
+        """Whether nothing in it can look at what its first command is told. Not so any more after this."""
+        alone = sandbox_id in self._alone
+        self._alone.discard(sandbox_id)
+        return alone
 
     async def _key(self, sandbox_id: str) -> bytes:
         """Known here, or as the service has it from the create call, or made from this account's own key."""
@@ -224,10 +219,6 @@ class CoreWeaveProvider(Calls):
             self._keys[sandbox_id] = known
         return known
 
-    async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> InsideProcess:
-        await self.connections()
-        return await (await self.clients.get(sandbox_id)).start(spec)
-
     # -- what CoreWeave does beyond the primitives
 
     async def renew(self, sandbox_id: str, lifetime_seconds: float) -> datetime | None:
@@ -239,17 +230,7 @@ class CoreWeaveProvider(Calls):
                     "the sandbox does not run yet", provider=self.name, sandbox_id=sandbox_id
                 )
             raise SERVICE.missing(sandbox_id)
-        try:
-            async with asyncio.timeout(30):
-                client = await self.clients.get(sandbox_id)
-                granted = await client.renew(max(1, math.ceil(lifetime_seconds)))
-        except TimeoutError as error:
-            if isinstance(error, LowtideError):
-                raise
-            raise RequestTimeoutError(
-                "the new lifetime was not confirmed", provider=self.name, sandbox_id=sandbox_id
-            ) from error
-        return datetime.now(UTC) + timedelta(seconds=granted)
+        return await self.renew_inside(sandbox_id, lifetime_seconds)
 
     async def url(self, sandbox_id: str, port: int) -> Url:
         """A service's own address where the sandbox was made with one; else a way through the program inside."""
@@ -258,12 +239,11 @@ class CoreWeaveProvider(Calls):
             if service.port == port and service.url:
                 token = self._share_tokens.get(sandbox_id)
                 return Url(url=service.url, headers={"X-Sandbox-Share-Token": token} if token else {})
-        host, number = await self.forward(sandbox_id, port)
-        return Url(url=f"http://{host}:{number}")
+        return await self.forwarded_url(sandbox_id, port)
 
     async def logs(self, sandbox_id: str, *, follow: bool, tail_lines: int | None) -> AsyncIterator[bytes]:
         asked = messages().StreamLogsRequest(sandbox_id=sandbox_id, follow=follow, tail_lines=tail_lines or 0)
-        async for entry in (await self.connections()).logs(asked):
+        async for entry in (await self.connections()).entries("StreamLogs", asked):
             if entry.HasField("error"):
                 raise SandboxUnavailableError(
                     f"the log broke off: {entry.error.message[:400]}",

@@ -6,9 +6,10 @@ import asyncio
 from typing import Any
 
 from lowtide.errors import SandboxError, UnsupportedError
-from lowtide.providers.coreweave.access import Connections, messages
-from lowtide.providers.coreweave.errors import SERVICE, reason_of
+from lowtide.providers.coreweave.access import messages
+from lowtide.providers.coreweave.errors import SERVICE
 from lowtide.providers.hosted import backoff
+from lowtide.providers.hosted.grpc_calls import Connections, reason_of
 
 _SECONDS = 30.0
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowtide.errors import AuthenticationError
 from lowtide.providers import hosted
 
 if TYPE_CHECKING:
@@ -53,11 +52,8 @@ class Access:
         """Raises ValidationError for an unknown option, AuthenticationError without a key."""
         found = hosted.chosen(PROVIDER, _OPTIONS, options, environ)
         if not found["api_key"] and not (found["jwt_token"] and found["organization_id"]):
-            raise AuthenticationError(
-                f"Daytona needs an API key: set {KEY} (or {JWT} and {ORGANIZATION}), or use the emulator"
-                " (lowtide emulate daytona)",
-                provider=PROVIDER,
-            )
+            raise hosted.needs_key("Daytona", PROVIDER, f"{KEY} (or {JWT}", f"{ORGANIZATION})")
+        hosted.needs_sdk(PROVIDER, "Daytona", "daytona")
         if found["api_key"]:
             found["jwt_token"] = None
         found["api_url"] = (found["api_url"] or DEFAULT_URL).rstrip("/")
@@ -71,16 +67,7 @@ class Access:
         return hosted.account(PROVIDER, self.api_url, who)
 
     def credentials(self) -> dict[str, str]:
-        known = {
-            KEY: self.api_key,
-            JWT: self.jwt_token,
-            ORGANIZATION: self.organization_id,
-            API_URL: self.api_url,
-            TARGET: self.target,
-            SNAPSHOT: self.snapshot,
-            **self.way,
-        }
-        return {name: value for name, value in known.items() if value is not None}
+        return hosted.credentials_of(self, _OPTIONS)
 
 
 _CLOSING_SECONDS = 5.0

@@ -21,7 +21,7 @@ from lowtide import errors
 from lowtide.providers.daytona.access import Connection
 from lowtide.providers.daytona.errors import SERVICE
 from lowtide.providers.hosted import backoff, was_lost
-from lowtide.providers.inside import Spent, program
+from lowtide.providers.inside import Answer, program
 
 if TYPE_CHECKING:
     from aiohttp import ClientWebSocketResponse, WSMessage
@@ -49,25 +49,6 @@ class Way:
     """The server answered in full and may be used by the next client. One that failed is never asked again."""
     name: str = field(default_factory=lambda: secrets.token_hex(10))
     key: bytes = field(default_factory=program.new_key)
-
-
-class Answer:
-    """Implements `inside.Channel` over the answer of one request."""
-
-    def __init__(self, text: bytes) -> None:
-        self._text = text
-
-    async def send(self, data: bytes) -> None:
-        raise BrokenPipeError("an answer takes no more")
-
-    async def receive(self) -> bytes:
-        text, self._text = self._text, b""
-        if not text:
-            raise Spent
-        return text
-
-    def close(self) -> None:
-        return None
 
 
 class Terminal:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
 from lowtide import errors
 from lowtide.providers import hosted
@@ -16,7 +15,6 @@ from lowtide.providers.base import (
     LABEL_PREFIX,
     Capability,
     CodeResult,
-    ProcessSpec,
     Recovery,
     SandboxInfo,
     SandboxSpec,
@@ -30,8 +28,8 @@ from lowtide.providers.daytona.access import Access, Connection
 from lowtide.providers.daytona.errors import SERVICE
 from lowtide.providers.daytona.lookup import CALL_SECONDS, STATE_SECONDS
 from lowtide.providers.daytona.options import DaytonaOptions
-from lowtide.providers.inside import Channel, Clients, InsideProcess
-from lowtide.providers.inside.calls import Calls
+from lowtide.providers.hosted.transfer import BulkFiles, Counted
+from lowtide.providers.inside import Channel, Clients
 
 if TYPE_CHECKING:
     from daytona import AsyncDaytona, AsyncSandbox
@@ -41,7 +39,7 @@ _LEASE = LABEL_PREFIX + "lease"
 _PREVIEW_HEADERS = {"X-Daytona-Skip-Preview-Warning": "true"}
 
 
-class DaytonaProvider(Calls):
+class DaytonaProvider(BulkFiles, hosted.Hosted):
     """One hosted sandbox each, made and ended through Daytona's async SDK, used through the program inside."""
 
     name: ClassVar[str] = "daytona"
@@ -72,6 +70,8 @@ class DaytonaProvider(Calls):
         create_window_seconds=15.0,
     )
     options_type: ClassVar[type | None] = DaytonaOptions
+    access_type = Access
+    _access: Access
 
     def __init__(self, access: Access) -> None:
         self._access = access
@@ -84,20 +84,6 @@ class DaytonaProvider(Calls):
         super().__init__(Clients("daytona", self._open_channel, self._key, text=True))
 
     # -- connecting
-
-    @classmethod
-    def connect(cls, environ: Mapping[str, str], options: Mapping[str, Any] | None = None) -> Self:
-        access = Access.resolve(environ, options)
-        if importlib.util.find_spec("daytona") is None:
-            raise hosted.missing_dependency("daytona", "Daytona's SDK")
-        return cls(access)
-
-    @property
-    def account(self) -> str:
-        return self._access.account
-
-    def credentials(self) -> dict[str, str]:
-        return self._access.credentials()
 
     async def aclose(self) -> None:
         self.end_calls()
@@ -230,8 +216,11 @@ class DaytonaProvider(Calls):
 
     # -- commands, code and ports; files are `Calls`
 
-    async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> InsideProcess:
-        return await (await self.clients.get(sandbox_id)).start(spec)
+    async def send_file(self, sandbox_id: str, path: str, source: Counted) -> None:
+        """Through the daemon: a terminal carries text, and 256 KiB of a file at a time."""
+        async with self._used(sandbox_id) as box:
+            sending = box.fs.upload_file_stream(aiter(source), path, timeout=0)
+            await source.watched(sending, service=SERVICE, sandbox_id=sandbox_id)
 
     async def run_code(
         self, sandbox_id: str, code: str, *, language: str, context: str | None, timeout_seconds: float | None

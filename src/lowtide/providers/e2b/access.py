@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from lowtide.errors import AuthenticationError
 from lowtide.providers import hosted
 
 PROVIDER = "e2b"
@@ -41,10 +40,8 @@ class Access:
         """Raises ValidationError for an unknown option, AuthenticationError without a key."""
         found = hosted.chosen(PROVIDER, _OPTIONS, options, environ)
         if not found["api_key"]:
-            raise AuthenticationError(
-                f"E2B needs an API key: set {KEY}, or use the emulator (lowtide emulate e2b)",
-                provider=PROVIDER,
-            )
+            raise hosted.needs_key("E2B", PROVIDER, KEY)
+        hosted.needs_sdk(PROVIDER, "E2B", "e2b")
         way = hosted.way_of(environ, *_WAY)
         if found["proxy"] is None and any(os.environ.get(name) != way.get(name) for name in _PROXIES):
             found["proxy"] = next((way[name] for name in _PROXIES if name in way), None)
@@ -63,17 +60,8 @@ class Access:
         return platform.machine() if here else "x86_64"
 
     def credentials(self) -> dict[str, str]:
-        known = {KEY: self.api_key, DOMAIN: self.domain, **self.way}
-        if self.proxy is not None:
-            known |= {"HTTPS_PROXY": self.proxy, "HTTP_PROXY": self.proxy}
-        for name, value in (
-            (API_URL, self.api_url),
-            (SANDBOX_URL, self.sandbox_url),
-            (TEMPLATE, self.template),
-        ):
-            if value is not None:
-                known[name] = value
-        return known
+        proxies = {"HTTPS_PROXY": self.proxy, "HTTP_PROXY": self.proxy} if self.proxy is not None else {}
+        return {**hosted.credentials_of(self, _OPTIONS), **proxies}
 
     def parameters(self) -> dict[str, Any]:
         """For every call of the SDK. All of it said, so that a changed environment changes nothing half-way."""

@@ -7,7 +7,6 @@ docs/e2b.md has what was measured, and what keeps others in the sandbox from rea
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import logging
 import secrets
@@ -30,8 +29,6 @@ _ALONE_SECONDS = 30.0
 _CLOSE_SECONDS = 0.5
 """How long the program may take to leave after the last word, so that the connection can be used again."""
 _PIECE_BYTES = 1 << 20
-_FIRST_BYTES = 90_000
-"""As much as fits into one variable (128 KiB) as base64."""
 
 _PLACES = ("/tmp", "/dev/shm")  # noqa: S108 - the second for when the disk is full
 
@@ -209,9 +206,7 @@ async def all_closed() -> None:
 async def _start(
     sandbox: LazySandbox, server: Server, words: list[str], first: bytes, *, user: str | None
 ) -> EnvdChannel:
-    environment = {}
-    if len(first) <= _FIRST_BYTES:
-        environment[program.FIRST] = base64.b64encode(first).decode("ascii")
+    environment = program.first_variable(first)
     channel = EnvdChannel(sandbox, _events(sandbox, words, environment, user=user))
     try:
         await channel.start()

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import posixpath
-import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 
-from lowtide.providers import hosted
 from lowtide.providers.e2b.errors import SERVICE
 from lowtide.providers.e2b.sdk import LazySandbox
-from lowtide.providers.inside import Client
-from lowtide.providers.inside import files as inside
+from lowtide.providers.hosted.transfer import IDLE_SECONDS
 
-IDLE_SECONDS = 120.0
-"""How long a transfer may stand still."""
-SMALL_BYTES = 256 << 10
-"""Up to here one round trip to the program inside does it."""
-_REMOVE_SECONDS = 10.0
 _PIECE_BYTES = 256 << 10
 
 
@@ -47,30 +38,7 @@ async def _piece(chunks: AsyncIterator[bytes]) -> bytes:
     return b"".join(parts)
 
 
-async def write(
-    box: LazySandbox,
-    client: Callable[[], Awaitable[Client]],
-    path: str,
-    source: hosted.Counted,
-    *,
-    user: str | None,
-    mode: int | None,
-) -> int:
-    """Beside its place first, because envd writes in place; then the program inside puts it there in one step."""
-    aside = posixpath.join(posixpath.dirname(path), f".lowtide-{secrets.token_hex(8)}.part")
-    try:
-        with SERVICE.mapped(box.sandbox_id, path=path):
-            sending = _send(box, aside, aiter(source), user)
-            await source.watched(sending, IDLE_SECONDS, service=SERVICE, sandbox_id=box.sandbox_id)
-        await inside.replace_file(await client(), path, aside, mode=mode)
-    except BaseException:
-        # Before anybody hears of the end, so that nothing of it is left by then.
-        await asyncio.shield(asyncio.ensure_future(_removed(client, aside)))
-        raise
-    return source.bytes
-
-
-async def _send(box: LazySandbox, path: str, chunks: AsyncIterator[bytes], user: str | None) -> None:
+async def send(box: LazySandbox, path: str, chunks: AsyncIterator[bytes], user: str | None) -> None:
     from e2b.sandbox.filesystem import filesystem
     from e2b.sandbox_async.filesystem import filesystem as using
 
@@ -88,9 +56,3 @@ async def _send(box: LazySandbox, path: str, chunks: AsyncIterator[bytes], user:
     error = await using._ahandle_filesystem_envd_api_exception(answer)
     if error is not None:
         raise error
-
-
-async def _removed(client: Callable[[], Awaitable[Client]], path: str) -> None:
-    with contextlib.suppress(Exception):  # the sandbox may be gone, which is why the transfer failed
-        async with asyncio.timeout(_REMOVE_SECONDS):
-            await inside.remove(await client(), path, recursive=False)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import math
 import os
 from collections import OrderedDict
-from collections.abc import AsyncIterable, AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 from lowtide import errors
 from lowtide.providers import hosted
@@ -36,9 +35,9 @@ from lowtide.providers.e2b.errors import SERVICE
 from lowtide.providers.e2b.options import E2BOptions
 from lowtide.providers.e2b.sdk import LazySandbox, SdkSandbox, sandbox_class
 from lowtide.providers.e2b.snapshots import Snapshots
+from lowtide.providers.hosted.transfer import BulkFiles, Counted, is_text
 from lowtide.providers.inside import Client, Clients, InsideProcess
 from lowtide.providers.inside import files as inside
-from lowtide.providers.inside.calls import Calls
 
 _MOST = 2048
 """Sandboxes that are remembered; the oldest is asked about again when it is used."""
@@ -48,7 +47,7 @@ _TRIES = 3
 """To open a channel whose stream breaks before the program has answered."""
 
 
-class E2BProvider(Snapshots, Calls):
+class E2BProvider(Snapshots, BulkFiles, hosted.Hosted):
     """The primitives over E2B's API. A sandbox id is E2B's own."""
 
     name: ClassVar[str] = "e2b"
@@ -68,6 +67,8 @@ class E2BProvider(Snapshots, Calls):
         max_lifetime_seconds=86_400.0,  # 24 hours; an account may have less, and says so
     )
     options_type: ClassVar[type | None] = E2BOptions
+    access_type = Access
+    _access: Access
 
     def __init__(self, access: Access) -> None:
         self._access = access
@@ -81,20 +82,6 @@ class E2BProvider(Snapshots, Calls):
         super().__init__(self._new_clients(None))
 
     # -- connecting
-
-    @classmethod
-    def connect(cls, environ: Mapping[str, str], options: Mapping[str, Any] | None = None) -> Self:
-        access = Access.resolve(environ, options)
-        if importlib.util.find_spec("e2b") is None:
-            raise hosted.missing_dependency("e2b", "E2B's SDK")
-        return cls(access)
-
-    @property
-    def account(self) -> str:
-        return self._access.account
-
-    def credentials(self) -> dict[str, str]:
-        return self._access.credentials()
 
     async def aclose(self) -> None:
         for clients in self._others.values():
@@ -272,7 +259,7 @@ class E2BProvider(Snapshots, Calls):
     # -- files and ports: small writes and all else go through the program inside, see `Calls`
 
     async def read_file(self, sandbox_id: str, path: str) -> AsyncIterator[bytes]:
-        if not _is_text(path):  # envd's protocol carries text only
+        if not is_text(path):  # envd's protocol carries text only
             async for chunk in super().read_file(sandbox_id, path):
                 yield chunk
             return
@@ -283,22 +270,12 @@ class E2BProvider(Snapshots, Calls):
                     async for chunk in chunks:
                         yield chunk
 
-    async def write_file(
-        self,
-        sandbox_id: str,
-        path: str,
-        chunks: AsyncIterable[bytes],
-        *,
-        size: int | None = None,
-        mode: int | None = None,
-    ) -> int:
-        if (size is not None and size <= files.SMALL_BYTES) or not _is_text(path):
-            return await super().write_file(sandbox_id, path, chunks, size=size, mode=mode)
-        source = hosted.Counted(chunks)
+    async def send_file(self, sandbox_id: str, path: str, source: Counted) -> None:
         async with self._explaining(sandbox_id):
             known = await self._sandbox(sandbox_id)
-            client = functools.partial(self.clients.get, sandbox_id)
-            return await files.write(known.sdk, client, path, source, user=known.user, mode=mode)
+            with SERVICE.mapped(sandbox_id, path=path):
+                sending = files.send(known.sdk, path, aiter(source), known.user)
+                await source.watched(sending, service=SERVICE, sandbox_id=sandbox_id)
 
     async def url(self, sandbox_id: str, port: int) -> Url:
         known = await self._sandbox(sandbox_id)
@@ -349,7 +326,3 @@ class E2BProvider(Snapshots, Calls):
                 # E2B answers a create when it runs: what does not by then, never will.
                 raise SERVICE.failed(sandbox_id, "not running") from error
             raise meant from error
-
-
-def _is_text(path: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in path)

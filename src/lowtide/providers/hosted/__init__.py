@@ -8,7 +8,8 @@
 * `explained`: what an error on the way into a sandbox means: the control plane knows
 * `options_of`, `labels_of`, `only_ipv4`: what a create may be asked for
 * `backoff`: the delays of whoever asks again
-* `forked_grpc`: for an SDK on gRPC, which does not survive a fork
+* `Hosted`: what their providers have in common beyond the calls of the program inside
+* `grpc`, `forked_grpc`: requests and streams over gRPC, which does not survive a fork
 
 A provider's ``errors.py`` is a table and one service::
 
@@ -34,11 +35,23 @@ only, which `Service.call` sees to.
 from __future__ import annotations
 
 from lowtide.backoff import backoff
-from lowtide.providers.hosted.access import WAY, account, chosen, is_word, missing_dependency, way_of
+from lowtide.providers.hosted.access import (
+    WAY,
+    account,
+    chosen,
+    credentials_of,
+    inside_key,
+    is_word,
+    missing_dependency,
+    needs_key,
+    needs_sdk,
+    way_of,
+)
 from lowtide.providers.hosted.create import labels_of, only_ipv4, options_of, recovered
 from lowtide.providers.hosted.destroy import End, delete
 from lowtide.providers.hosted.errors import Fault, file_error, is_own, status_of
 from lowtide.providers.hosted.lookup import explained, until_ready
+from lowtide.providers.hosted.provider import Hosted
 from lowtide.providers.hosted.service import Service, failure_of, let_go, mapped_by, was_lost, within
 from lowtide.providers.hosted.transfer import Counted
 
@@ -47,20 +60,25 @@ __all__ = [
     "Counted",
     "End",
     "Fault",
+    "Hosted",
     "Service",
     "account",
     "backoff",
     "chosen",
+    "credentials_of",
     "delete",
     "explained",
     "failure_of",
     "file_error",
+    "inside_key",
     "is_own",
     "is_word",
     "labels_of",
     "let_go",
     "mapped_by",
     "missing_dependency",
+    "needs_key",
+    "needs_sdk",
     "only_ipv4",
     "options_of",
     "recovered",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
+import importlib.util
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -52,6 +54,19 @@ def account(provider: str, where: str, who: str) -> str:
     return hashlib.sha256(f"lowtide {provider}|{where}|{who}".encode()).hexdigest()[:16]
 
 
+def needs_key(service: str, provider: str, *variables: str) -> errors.AuthenticationError:
+    return errors.AuthenticationError(
+        f"{service} needs {' and '.join(variables)}: set them, or use the emulator (lowtide emulate {provider})",
+        provider=provider,
+    )
+
+
+def needs_sdk(provider: str, service: str, module: str) -> None:
+    """Raises MissingDependencyError. Nothing is imported."""
+    if importlib.util.find_spec(module) is None:
+        raise missing_dependency(provider, f"{service}'s SDK")
+
+
 def missing_dependency(provider: str, sdk: str) -> errors.MissingDependencyError:
     install = f'pip install "lowtide[{provider}]"'
     return errors.MissingDependencyError(
@@ -62,6 +77,17 @@ def missing_dependency(provider: str, sdk: str) -> errors.MissingDependencyError
 def way_of(environ: Mapping[str, str], *more: str) -> dict[str, str]:
     """The variables of the way there that are set, for `Provider.credentials`."""
     return {name: environ[name] for name in (*WAY, *more) if environ.get(name)}
+
+
+def credentials_of(access: Any, known: Mapping[str, str]) -> dict[str, str]:
+    """What `chosen` would choose the same from, elsewhere: every known option, and the way there."""
+    values = {variable: getattr(access, name) for name, variable in known.items() if variable}
+    return {name: value for name, value in {**values, **access.way}.items() if value is not None}
+
+
+def inside_key(secret: str, lease_id: str) -> bytes:
+    """Of the program inside, where it has to follow from the account: whoever has its key can come in."""
+    return hmac.digest(secret.encode(), f"lowtide inside {lease_id}".encode(), hashlib.sha256)[:16]
 
 
 def is_word(sandbox_id: str) -> bool:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lowtide.engine import at_the_very_end
-from lowtide.errors import AuthenticationError
 from lowtide.providers import hosted
 from lowtide.providers.modal.errors import PROVIDER, SERVICE
 
@@ -41,14 +38,8 @@ class Access:
         found = hosted.chosen(PROVIDER, _OPTIONS, options, environ)
         token_id, token_secret = found["token_id"], found["token_secret"]
         if not token_id or not token_secret:
-            missing = " and ".join(
-                name for name, value in ((ID, token_id), (SECRET, token_secret)) if not value
-            )
-            raise AuthenticationError(
-                f"Modal needs a token: set {missing} (`modal token new` makes one), or use the emulator "
-                "(lowtide emulate modal)",
-                provider=PROVIDER,
-            )
+            missing = [name for name in ("token_id", "token_secret") if not found[name]]
+            raise hosted.needs_key("Modal", PROVIDER, *(_OPTIONS[name] for name in missing))
         return cls(
             token_id=token_id,
             token_secret=token_secret,
@@ -65,20 +56,10 @@ class Access:
         return hosted.account(PROVIDER, where, self.token_id)
 
     def credentials(self) -> dict[str, str]:
-        known = {
-            ID: self.token_id,
-            SECRET: self.token_secret,
-            ENVIRONMENT: self.environment,
-            URL: self.server_url,
-            APP: self.app,
-            **self.way,
-        }
-        return {name: value for name, value in known.items() if value is not None}
+        return hosted.credentials_of(self, _OPTIONS)
 
     def key(self, lease_id: str) -> bytes:
-        """Of the program inside: follows from the token, so that every process with it can come in."""
-        text = f"lowtide inside|{lease_id}".encode()
-        return hmac.new(self.token_secret.encode(), text, hashlib.sha256).digest()[:16]
+        return hosted.inside_key(self.token_secret, lease_id)
 
 
 class Connection:

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 from lowtide import errors
-from lowtide.providers.modal.create import PATH
+from lowtide.providers.inside import program
 from lowtide.providers.modal.errors import SERVICE
 
 _OPEN_SECONDS = 60.0
 _CLOSING_SECONDS = 5.0
 _PIECE = 1 << 20
 
-# The sandbox may have started a moment ago: its main process is still bringing the program in.
-_ATTACH = (
-    "/bin/sh",
-    "-c",
-    'n=0;until "$0" attach 2>/dev/null;do n=$((n+1));[ $n -gt 400 ]&&exit 1;'
-    "if [ $n -gt 40 ];then sleep 0.05;else sleep 0.003;fi;done",
-    PATH,
-)
-
 
 class ExecChannel:
     """Implements `inside.Channel`."""
 
-    def __init__(self, process: Any, sandbox_id: str) -> None:
-        self._process, self._sandbox_id = process, sandbox_id
+    def __init__(self, process: Any, sandbox_id: str, ending: Callable[[], bool]) -> None:
+        self._process, self._sandbox_id, self._ending = process, sandbox_id, ending
         self._output = process.stdout.__aiter__()
         self._closing: asyncio.Task[None] | None = None
 
@@ -48,7 +40,8 @@ class ExecChannel:
         return bytes(data)
 
     def close(self) -> None:
-        if self._closing is None:
+        """Tells the program that nobody listens any more, unless it is ending anyway: that is a request."""
+        if self._closing is None and not self._ending():
             with contextlib.suppress(RuntimeError):  # the loop is over
                 self._closing = asyncio.get_running_loop().create_task(self._close())
 
@@ -59,13 +52,17 @@ class ExecChannel:
                 await self._process.stdin.drain.aio()
 
 
-async def open_channel(sandbox: Any, sandbox_id: str, first: bytes) -> ExecChannel:
-    process = await SERVICE.call(
-        _OPEN_SECONDS, sandbox.exec.aio(*_ATTACH, text=False), "open a channel", sandbox_id
-    )
-    channel = ExecChannel(process, sandbox_id)
+async def open_channel(
+    sandbox: Any, sandbox_id: str, place: str, first: bytes, *, alone: bool, ending: Callable[[], bool]
+) -> ExecChannel:
+    """`alone`: nothing runs in there yet that could read the first words in an environment: they go along."""
+    said = program.first_variable(first) if alone else {}
+    opening = sandbox.exec.aio(*program.attach_words(place), text=False, env=said or None)
+    process = await SERVICE.call(_OPEN_SECONDS, opening, "open a channel", sandbox_id)
+    channel = ExecChannel(process, sandbox_id, ending)
     try:
-        await channel.send(first)
+        if not said:
+            await channel.send(first)
     except BaseException as error:
         channel.close()
         if isinstance(error, errors.LowtideError) or not isinstance(error, OSError):

@@ -14,7 +14,6 @@ from lowtide.providers.modal.options import LONGEST_SECONDS, ModalOptions
 
 ARCHITECTURE = "x86_64"
 """The only one that Modal has."""
-PATH = f"/tmp/.lowtide-{program.fingerprint(ARCHITECTURE)}"  # noqa: S108 - it may be executed, not read
 DEFAULT_LIFETIME_SECONDS = 3600.0
 LONGEST_COMMAND = 1 << 16  # Modal's limit for all arguments together
 DEFAULT_PYTHON = "3.11"
@@ -71,14 +70,21 @@ def image(modal: Any, spec: SandboxSpec) -> tuple[Any, Any]:
     return modal.Image.debian_slim(python_version=DEFAULT_PYTHON), ("default",)
 
 
+def place(lease_id: str) -> str:
+    """Of the program inside. Every lease has its own: what an image or a snapshot brings along is never taken for it."""
+    return f"/tmp/.lowtide-{lease_id}"  # noqa: S108 - it may be executed, not read
+
+
 def _main(spec: SandboxSpec, lifetime: int, timeout: int) -> tuple[str, ...]:
     """The program inside is the main process; it comes in with its own start, and keeps the lease's clock."""
-    line = (
-        f"(umask 077;echo {program.packed(ARCHITECTURE)}|base64 -d|gzip -d >{PATH}.$$)&&chmod 111 {PATH}.$$"
-        f'&&mv -f {PATH}.$$ {PATH}&&exec {PATH} guard {lifetime} {timeout} "$@"'
-    )
-    words = ("/bin/sh", "-c", line, "lowtide", *(spec.command or ()))
-    if sum(len(word.encode()) for word in words) > LONGEST_COMMAND:
+    words = ("lowtide", str(lifetime), str(timeout), *(spec.command or ()))
+    size = sum(len(word.encode()) for word in words)
+    for small in (False, True):  # packed it takes longer to start and leaves more room for the command
+        line = program.main_line(place(spec.lease_id), ARCHITECTURE, small=small)
+        if size + len(line) < LONGEST_COMMAND:
+            break
+    words = ("/bin/sh", "-c", line, *words)
+    if size + len(line) >= LONGEST_COMMAND:
         raise errors.ValidationError(
             "the main command is too long for Modal: put it into a file, and start that",
             argument="command",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Mapping
-from datetime import UTC, datetime, timedelta
-from typing import Any, ClassVar, Self
+from datetime import datetime
+from typing import Any, ClassVar
 
 from lowtide.errors import LowtideError, RequestTimeoutError, SandboxNotFoundError, SandboxUnavailableError
 from lowtide.providers import hosted
@@ -23,8 +22,7 @@ from lowtide.providers.base import (
     nothing_sent,
 )
 from lowtide.providers.hosted import End
-from lowtide.providers.inside import Clients, InsideProcess
-from lowtide.providers.inside.calls import Calls
+from lowtide.providers.inside import Clients
 from lowtide.providers.modal import create, lookup
 from lowtide.providers.modal.access import Access, Connection
 from lowtide.providers.modal.channel import ExecChannel, open_channel
@@ -34,10 +32,10 @@ from lowtide.providers.modal.options import LONGEST_SECONDS, ModalOptions
 _CREATE_SECONDS = 120.0  # an image may have to be pulled
 _ASK_SECONDS = 30.0
 _LOOK_SECONDS = 1.0
-_RENEW_SECONDS = 15.0
+_GRACE_MARGIN = 2.0  # after the KILL, until its end is heard of
 
 
-class ModalProvider(Calls):
+class ModalProvider(hosted.Hosted):
     """One sandbox each. Its name is the lease id; the program inside is its main process and keeps the lease."""
 
     name: ClassVar[str] = PROVIDER
@@ -62,12 +60,14 @@ class ModalProvider(Calls):
         recovery=Recovery.BY_NAME, create_window_seconds=60.0, max_lifetime_seconds=float(LONGEST_SECONDS)
     )
     options_type: ClassVar[type | None] = ModalOptions
+    access_type = Access
+    _access: Access
 
     def __init__(self, access: Access) -> None:
         self._access = access
         self._connection = Connection(access)
         self._forget()
-        super().__init__(self._new_clients())
+        super().__init__(Clients(PROVIDER, self._open_channel, self._key))
 
     def _forget(self) -> None:
         """Nothing of another event loop or process can be used."""
@@ -75,28 +75,19 @@ class ModalProvider(Calls):
         self._leases: dict[str, str] = {}
         self._images: dict[Any, Any] = {}
         self._made: dict[str, SandboxInfo] = {}
-
-    def _new_clients(self) -> Clients:
-        return Clients(PROVIDER, self._open_channel, self._key)
+        self._alone: set[str] = set()
+        """Made here without a command of its own, and nothing has run in them yet."""
+        self._idle_main: set[str] = set()
+        """Made here without a command of its own."""
+        self._ending: set[str] = set()
 
     # -- connecting
-
-    @classmethod
-    def connect(cls, environ: Mapping[str, str], options: Mapping[str, Any] | None = None) -> Self:
-        return cls(Access.resolve(environ, options))
-
-    @property
-    def account(self) -> str:
-        return self._access.account
-
-    def credentials(self) -> dict[str, str]:
-        return self._access.credentials()
 
     async def _sdk(self) -> tuple[Any, Any, Any]:
         """The SDK, its client, and the app."""
         if self._connection.fresh:
             self._forget()
-            self.begin_calls(self._new_clients())
+            self.begin_calls(self.clients)
         client, app = await self._connection.app()
         import modal
 
@@ -129,6 +120,9 @@ class ModalProvider(Calls):
                 return found
             self._keep(made, spec.lease_id)
             found = self._made[made.object_id] = lookup.info(made.object_id, given["tags"], None)
+            if spec.command is None:
+                self._alone.add(made.object_id)
+                self._idle_main.add(made.object_id)
             return found
 
         return await hosted.recovered(
@@ -223,7 +217,8 @@ class ModalProvider(Calls):
             return False
         if grace_seconds > 0:
             await self._ask_to_end(sandbox, sandbox_id, grace_seconds)
-        self.forget_calls(sandbox_id)
+        self._ending.add(sandbox_id)
+        self.forget_calls(sandbox_id, goodbye=False)
 
         async def ask() -> End:
             try:
@@ -235,10 +230,14 @@ class ModalProvider(Calls):
         async def look() -> End:
             return await self._over(sandbox, sandbox_id)
 
-        ended = await hosted.delete(ask, look, service=SERVICE, sandbox_id=sandbox_id)
-        self._sandboxes.pop(sandbox_id, None)
-        self._leases.pop(sandbox_id, None)
-        self._made.pop(sandbox_id, None)
+        try:
+            ended = await hosted.delete(ask, look, service=SERVICE, sandbox_id=sandbox_id)
+        finally:
+            self._ending.discard(sandbox_id)
+        for known in (self._sandboxes, self._leases, self._made):
+            known.pop(sandbox_id, None)
+        self._alone.discard(sandbox_id)
+        self._idle_main.discard(sandbox_id)
         by_itself = grace_seconds <= 0 and sandbox.returncode not in (None, lookup.TERMINATED)
         return ended and not by_itself
 
@@ -259,8 +258,14 @@ class ModalProvider(Calls):
         return End.GONE
 
     async def _ask_to_end(self, sandbox: Any, sandbox_id: str, grace_seconds: float) -> None:
-        """Modal's terminate has no grace: the program inside is told to end what it runs, and that is waited for."""
+        """Modal's terminate has no grace: what runs inside is told to end, and that is waited for."""
         try:
+            async with asyncio.timeout(grace_seconds + _GRACE_MARGIN):
+                if sandbox_id in self._idle_main:
+                    known = self.clients.known(sandbox_id)
+                    if known is not None:
+                        await known.end_commands(grace_seconds)
+                    return
             async with asyncio.timeout(grace_seconds):
                 client = await self.clients.get(sandbox_id)
                 words = ("/bin/sh", "-c", 'read target; kill -s TERM -- "$target"')
@@ -268,6 +273,9 @@ class ModalProvider(Calls):
                 # As process 1 it listens to nobody in there: then all the others are told.
                 target = -1 if client.pid == 1 else client.pid
                 await telling.write_stdin(f"{target}\n".encode())
+                if sandbox_id not in self._made:
+                    # It may have no command of its own, and then waits until it is alone: so we go, too.
+                    client.close()
                 while await self._over(sandbox, sandbox_id) is not End.GONE:
                     pass
         except (LowtideError, OSError):
@@ -278,7 +286,16 @@ class ModalProvider(Calls):
     async def _open_channel(self, sandbox_id: str, first: bytes) -> ExecChannel:
         sandbox = await self._sandbox(sandbox_id)
         try:
-            return await open_channel(sandbox, sandbox_id, first)
+            alone = sandbox_id in self._alone
+            self._alone.discard(sandbox_id)
+            return await open_channel(
+                sandbox,
+                sandbox_id,
+                create.place(self._leases[sandbox_id]),
+                first,
+                alone=alone,
+                ending=lambda: sandbox_id in self._ending,
+            )
         except LowtideError as error:
             raise await self._explained(sandbox_id, error) from error.__cause__
 
@@ -302,28 +319,15 @@ class ModalProvider(Calls):
             return SERVICE.failed(sandbox_id, info.reason or "error")
         return SERVICE.gone(sandbox_id)
 
-    async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> InsideProcess:
-        client = await self.clients.get(sandbox_id)
-        return await client.start(spec)
-
     # -- what Modal does beyond the primitives
 
     async def renew(self, sandbox_id: str, lifetime_seconds: float) -> datetime | None:
         """Modal's own end cannot be moved; the main process keeps a shorter one, as far as that allows."""
-        seconds = max(1, math.ceil(lifetime_seconds))
-        try:
-            async with asyncio.timeout(_RENEW_SECONDS):
-                granted = await (await self.clients.get(sandbox_id)).renew(seconds)
-        except TimeoutError as error:
-            raise RequestTimeoutError(
-                "the new lifetime was not confirmed", provider=PROVIDER, sandbox_id=sandbox_id
-            ) from error
-        return datetime.now(UTC) + timedelta(seconds=granted)
+        return await self.renew_inside(sandbox_id, lifetime_seconds)
 
     async def url(self, sandbox_id: str, port: int) -> Url:
         sandbox = await self._sandbox(sandbox_id)
         tunnels = await SERVICE.call(_ASK_SECONDS, sandbox.tunnels.aio(), "tunnels", sandbox_id)
         if port in tunnels:
             return Url(url=tunnels[port].url)
-        host, number = await self.forward(sandbox_id, port)
-        return Url(url=f"http://{host}:{number}")
+        return await self.forwarded_url(sandbox_id, port)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lowtide.errors import AuthenticationError
 from lowtide.providers import hosted
 
 if TYPE_CHECKING:
@@ -37,12 +35,8 @@ class Access:
         """Raises ValidationError for an unknown option, AuthenticationError without a key."""
         found = hosted.chosen(PROVIDER, _OPTIONS, options, environ)
         if not found["api_key"]:
-            raise AuthenticationError(
-                f"Runloop needs an API key: set {KEY}, or use the emulator (lowtide emulate runloop)",
-                provider=PROVIDER,
-            )
-        if importlib.util.find_spec("runloop_api_client") is None:
-            raise hosted.missing_dependency(PROVIDER, "Runloop's SDK")
+            raise hosted.needs_key("Runloop", PROVIDER, KEY)
+        hosted.needs_sdk(PROVIDER, "Runloop", "runloop_api_client")
         return cls(
             api_key=found["api_key"],
             base_url=(found["base_url"] or DEFAULT_URL).rstrip("/"),
@@ -55,8 +49,7 @@ class Access:
         return hosted.account(PROVIDER, self.base_url, self.api_key)
 
     def credentials(self) -> dict[str, str]:
-        known = {KEY: self.api_key, BASE_URL: self.base_url, BLUEPRINT: self.blueprint, **self.way}
-        return {name: value for name, value in known.items() if value is not None}
+        return hosted.credentials_of(self, _OPTIONS)
 
     def client(self) -> AsyncRunloop:
         """A client of the running loop. It sends everything once: the SDK would send six times, for half a minute.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import urlsplit
 
 from lowtide import errors
@@ -15,7 +16,6 @@ from lowtide.providers import hosted
 from lowtide.providers.base import (
     LABEL_PREFIX,
     Capability,
-    ProcessSpec,
     Recovery,
     SandboxInfo,
     SandboxSpec,
@@ -24,8 +24,8 @@ from lowtide.providers.base import (
     Url,
     nothing_sent,
 )
-from lowtide.providers.inside import Clients, InsideProcess
-from lowtide.providers.inside.calls import Calls
+from lowtide.providers.hosted.transfer import BulkFiles, Counted
+from lowtide.providers.inside import Channel, Clients
 from lowtide.providers.inside.program import new_key
 from lowtide.providers.runloop import create, destroy, lookup, snapshots
 from lowtide.providers.runloop.access import PROVIDER, Access
@@ -38,12 +38,13 @@ if TYPE_CHECKING:
 
 _READY_SECONDS = 600.0
 _GOODBYE_SECONDS = 2.0
+_SEND_SECONDS = 3600.0
 _LEASE = LABEL_PREFIX + "lease"
 _AMBIGUOUS = (errors.SandboxError, errors.ValidationError)
 """What the way in may say of a sandbox that has ended or sleeps."""
 
 
-class RunloopProvider(Calls):
+class RunloopProvider(BulkFiles, hosted.Hosted):
     """One devbox per sandbox. The sandbox id is Runloop's own; its name is the lease id."""
 
     name: ClassVar[str] = PROVIDER
@@ -60,6 +61,8 @@ class RunloopProvider(Calls):
         max_lifetime_seconds=172_800.0,
     )
     options_type: ClassVar[type | None] = RunloopOptions
+    access_type = Access
+    _access: Access
 
     def __init__(self, access: Access) -> None:
         self._access = access
@@ -71,20 +74,9 @@ class RunloopProvider(Calls):
         self._ours: set[str] = set()
         """Made by this process, and not known to have ended."""
         self._channels: dict[str, set[ExecutionChannel]] = {}
-        super().__init__(self._new_clients())
+        super().__init__(Clients(PROVIDER, self._open_channel, self._key, text=True))
 
     # -- connecting
-
-    @classmethod
-    def connect(cls, environ: Mapping[str, str], options: Mapping[str, Any] | None = None) -> Self:
-        return cls(Access.resolve(environ, options))
-
-    @property
-    def account(self) -> str:
-        return self._access.account
-
-    def credentials(self) -> dict[str, str]:
-        return self._access.credentials()
 
     def client(self) -> AsyncRunloop:
         """One per event loop: a forked child or another loop gets its own."""
@@ -92,11 +84,8 @@ class RunloopProvider(Calls):
         if self._client is None or self._loop is not loop:
             self._client, self._loop = self._access.client(), loop
             self._channels = {}
-            self.begin_calls(self._new_clients())
+            self.begin_calls(self.clients)
         return self._client
-
-    def _new_clients(self) -> Clients:
-        return Clients(PROVIDER, self._open_channel, self._key, text=True)
 
     async def aclose(self) -> None:
         client, self._client = self._client, None
@@ -119,7 +108,8 @@ class RunloopProvider(Calls):
 
         async def make(seconds: float) -> SandboxInfo:
             view = await create.make(client, asked, seconds)
-            self._doors[view.id] = Door.of(view)
+            # What runs before it counts as ready could look at the words of the first command.
+            self._doors[view.id] = Door.of(view, alone=not asked["launch_parameters"].get("launch_commands"))
             return lookup.info_of(view)
 
         made = await hosted.recovered(
@@ -164,7 +154,7 @@ class RunloopProvider(Calls):
 
     async def destroy(self, sandbox_id: str, *, grace_seconds: float = 0.0) -> bool:
         client = self.client()
-        self.forget_calls(sandbox_id)
+        self.forget_calls(sandbox_id, goodbye=False)
         ended = await destroy.destroy(client, sandbox_id, alive=sandbox_id in self._ours)
         for channel in self._channels.pop(sandbox_id, ()):
             channel.close(SERVICE.gone(sandbox_id))
@@ -191,15 +181,11 @@ class RunloopProvider(Calls):
 
     # -- the program inside
 
-    async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> InsideProcess:
-        self.client()
-        return await (await self.clients.get(sandbox_id)).start(spec)
-
     async def _key(self, sandbox_id: str) -> bytes:
         """The server inside is this process's own and learns the key with its first words: nobody else needs it."""
         return self._keys.setdefault(sandbox_id, new_key())
 
-    async def _open_channel(self, sandbox_id: str, first: bytes) -> ExecutionChannel:
+    async def _open_channel(self, sandbox_id: str, first: bytes) -> Channel:
         async def explain(error: errors.LowtideError) -> errors.LowtideError:
             found = await hosted.explained(
                 error,
@@ -214,15 +200,26 @@ class RunloopProvider(Calls):
             return found
 
         channel = await open_channel(self.client(), sandbox_id, await self._door(sandbox_id), first, explain)
-        channels = self._channels.setdefault(sandbox_id, set())
-        channels.difference_update([one for one in channels if one.closed.is_set()])
-        channels.add(channel)
+        if isinstance(channel, ExecutionChannel):
+            channels = self._channels.setdefault(sandbox_id, set())
+            channels.difference_update([one for one in channels if one.closed.is_set()])
+            channels.add(channel)
         return channel
 
     async def _door(self, sandbox_id: str) -> Door:
         if sandbox_id not in self._doors:
             self._doors[sandbox_id] = Door.of(await lookup.view_of(self.client(), sandbox_id))
         return self._doors[sandbox_id]
+
+    async def send_file(self, sandbox_id: str, path: str, source: Counted) -> None:
+        """Through Runloop's own transfer, from a file: its SDK takes no stream."""
+        client = self.client()
+        with tempfile.TemporaryFile() as file:
+            async for chunk in source:
+                file.write(chunk)
+            file.seek(0)
+            work = client.devboxes.upload_file(sandbox_id, path=path, file=file, timeout=_SEND_SECONDS)
+            await SERVICE.call(_SEND_SECONDS, work, "upload", sandbox_id, path=path)
 
     # -- what Runloop does beyond the primitives
 

@@ -1,0 +1,148 @@
+"""A service over gRPC: its requests, its streams, and what its refusals say (AIP-193)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from lowtide.providers.hosted import forked_grpc as forked
+from lowtide.providers.hosted.service import Service
+
+ALREADY_EXISTS, UNAVAILABLE = 6, 14
+_DETAILS = "grpc-status-details-bin"
+_LARGEST_MESSAGE = 100 << 20
+_STREAMS = 50
+"""On one connection. Servers allow a hundred or so; a stream beyond that would wait until another one ends."""
+
+
+class Refusal(Exception):
+    """An answer that is not a success, or none at all: gRPC's number for it, and the service's own reason."""
+
+    def __init__(self, text: str, *, status: int, reason: str, retry_seconds: float | None) -> None:
+        super().__init__(f"{text} ({reason})" if reason else text)
+        self.status, self.reason, self.retry_seconds = status, reason, retry_seconds
+
+
+def refusal(error: Any, domain: str) -> Refusal:
+    """From what gRPC raised, with the details that the service sends along: those of its own domain."""
+    from google.protobuf.message import DecodeError
+    from google.rpc import error_details_pb2, status_pb2
+
+    reason, retry = "", None
+    for name, value in error.trailing_metadata() or ():
+        # Where the details are not what they should be, the status says enough.
+        with suppress(DecodeError):
+            details = status_pb2.Status.FromString(value).details if name == _DETAILS else ()
+            for detail in details:
+                info, again = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+                if detail.Unpack(info) and info.domain == domain:
+                    reason = info.reason
+                elif detail.Unpack(again):
+                    retry = max(0.0, again.retry_delay.ToMilliseconds() / 1000)
+    text = str(error.details() or error.code().name)[:2000]
+    return Refusal(text, status=int(error.code().value[0]), reason=reason[:100], retry_seconds=retry)
+
+
+def reason_of(error: BaseException) -> str:
+    """The service's own word for it, or ""."""
+    return error.__cause__.reason if isinstance(error.__cause__, Refusal) else ""
+
+
+def has_status(error: BaseException, status: int) -> bool:
+    return isinstance(error.__cause__, Refusal) and error.__cause__.status == status
+
+
+class Connections:
+    """Of one event loop. Requests have one connection; streams have others, and never stand in a request's way."""
+
+    def __init__(self, url: str, key: str, stub: Callable[[Any], Any], service: Service, domain: str) -> None:
+        """`stub` makes the service's own from a channel; `domain` is that of its reasons."""
+        self.loop = asyncio.get_running_loop()
+        self._url, self._stub, self._service, self._domain = url, stub, service, domain
+        self._metadata = (("authorization", f"Bearer {key}"),)
+        self._all: list[Any] = []
+        self._requests = self._open()
+        self._streams: list[tuple[Any, set[Any]]] = []
+
+    async def pages(self, method: str, request: Any, rows: str, seconds: float) -> AsyncIterator[Any]:
+        """The rows of all pages of a list."""
+        while True:
+            page = await self.call(method, request, seconds)
+            for row in getattr(page, rows):
+                yield row
+            if page.next_page_token in ("", request.page_token):
+                return
+            request.page_token = page.next_page_token
+
+    async def call(self, method: str, request: Any, seconds: float, sandbox_id: str | None = None) -> Any:
+        """One request and its answer. Raises lowtide's errors."""
+
+        async def ask() -> Any:
+            # A connection that has just broken fails what is asked next, too. What only looks is asked again.
+            delays = [0.05, 0.2, 0.5] if method.startswith(("Get", "List")) else []
+            while True:
+                try:
+                    return await getattr(self._requests, method)(
+                        request, metadata=self._metadata, timeout=seconds
+                    )
+                except forked.rpc_error() as error:
+                    found = refusal(error, self._domain)
+                    if not delays or found.status != UNAVAILABLE:
+                        raise found from error
+                await asyncio.sleep(delays.pop(0))
+
+        # The outer deadline is the later one: it is for a transport that does not keep its own.
+        return await self._service.call(seconds + 5.0, ask(), method, sandbox_id)
+
+    def stream(self, method: str) -> Any:
+        """A new stream, both ways."""
+        stub, streams = self._stream_stub()
+        call = getattr(stub, method)(metadata=self._metadata)
+        streams.add(call)
+        call.add_done_callback(streams.discard)
+        return call
+
+    def _stream_stub(self) -> tuple[Any, set[Any]]:
+        for one in self._streams:
+            if len(one[1]) < _STREAMS:
+                return one
+        self._streams.append((self._open(), set()))
+        return self._streams[-1]
+
+    async def entries(self, method: str, request: Any) -> AsyncIterator[Any]:
+        """What an answer that is a stream says, on a connection for streams."""
+        call = getattr(self._stream_stub()[0], method)(request, metadata=self._metadata)
+        with self._service.mapped(request.sandbox_id):
+            try:
+                async for entry in call:
+                    yield entry
+            except forked.rpc_error() as error:
+                raise refusal(error, self._domain) from error
+            finally:
+                call.cancel()
+
+    async def aclose(self) -> None:
+        for channel in self._all:
+            await channel.close()
+
+    def _open(self) -> Any:
+        grpc = forked.grpc()
+        options = (
+            ("grpc.max_send_message_length", _LARGEST_MESSAGE),
+            ("grpc.max_receive_message_length", _LARGEST_MESSAGE),
+            ("grpc.use_local_subchannel_pool", 1),  # else all channels to one address share one connection
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 5000),
+        )
+        parts = urlsplit(self._url)
+        secure = parts.scheme == "https"
+        target = parts.netloc if parts.port else f"{parts.netloc}:{443 if secure else 80}"
+        if secure:
+            channel = grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(), options=options)
+        else:
+            channel = grpc.aio.insecure_channel(target, options=options)
+        self._all.append(channel)
+        return self._stub(channel)
