@@ -83,46 +83,16 @@ def _image(home: Path, given: Namespace) -> Comparison:
     return images.from_image(home, given.samples)
 
 
-def _e2b(home: Path, given: Namespace) -> list[dict[str, Any]]:
-    from benchmarks import hosted
+def _hosted(provider: str) -> Measure:
+    def measure(home: Path, given: Namespace) -> list[dict[str, Any]]:
+        from benchmarks import hosted
 
-    crowd, ending = str(given.sandboxes // 2), str(given.sandboxes)
-    return hosted.measured("e2b", "--samples", str(given.samples), "--parallel", crowd, "--ending", ending)
+        crowd, ending = str(given.sandboxes // 2), str(given.sandboxes)
+        return hosted.measured(
+            provider, "--samples", str(given.large_samples), "--crowd", crowd, "--ending", ending
+        )
 
-
-def _daytona(home: Path, given: Namespace) -> list[dict[str, Any]]:
-    from benchmarks import hosted
-
-    crowd, ending = str(given.sandboxes // 2), str(given.sandboxes)
-    return hosted.measured(
-        "daytona", "--samples", str(given.large_samples), "--crowd", crowd, "--ending", ending
-    )
-
-
-def _modal(home: Path, given: Namespace) -> list[dict[str, Any]]:
-    from benchmarks import hosted
-
-    crowd, ending = str(given.sandboxes // 2), str(given.sandboxes)
-    return hosted.measured(
-        "modal", "--samples", str(given.large_samples), "--crowd", crowd, "--ending", ending
-    )
-
-
-def _runloop(home: Path, given: Namespace) -> list[dict[str, Any]]:
-    from benchmarks import hosted
-
-    crowd, ending = str(min(100, given.sandboxes)), str(given.sandboxes)
-    return hosted.measured(
-        "runloop", "--samples", str(given.large_samples), "--crowd", crowd, "--ending", ending
-    )
-
-
-def _coreweave(home: Path, given: Namespace) -> list[dict[str, Any]]:
-    from benchmarks import hosted
-
-    return hosted.measured(
-        "coreweave", "--samples", str(given.large_samples), "--ending", str(given.sandboxes)
-    )
+    return measure
 
 
 def _daytona_import(home: Path, given: Namespace) -> Comparison:
@@ -170,10 +140,10 @@ SECTIONS: dict[str, dict[str, Measure]] = {
         "kubernetes-transfer": _engine("kubernetes_transfer", large=True),
         "image": _image,
     },
-    "E2B, on the emulator": {"e2b": _e2b},
-    "Daytona, on the emulator": {"daytona": _daytona, "daytona-import": _daytona_import},
-    "Modal, on the emulator": {"modal": _modal},
-    "Runloop, on the emulator": {"runloop": _runloop},
-    "CoreWeave, on the emulator": {"coreweave": _coreweave},
+    "E2B, on the emulator": {"e2b": _hosted("e2b")},
+    "Daytona, on the emulator": {"daytona": _hosted("daytona"), "daytona-import": _daytona_import},
+    "Modal, on the emulator": {"modal": _hosted("modal")},
+    "Runloop, on the emulator": {"runloop": _hosted("runloop")},
+    "CoreWeave, on the emulator": {"coreweave": _hosted("coreweave")},
 }
 NAMES = tuple(name for rows in SECTIONS.values() for name in rows)
