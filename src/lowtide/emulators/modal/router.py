@@ -87,7 +87,9 @@ class Router:
     async def _start(self, box: Box, backing_id: str, words: tuple[str, ...], request: Any) -> Execution:
         if words[0] == FS_TOOL:
             words = (sys.executable, "-I", "-S", "-c", _fs_tool(), *words[1:])
-        secrets = self._emulator.secrets.environment(request.secret_ids, getattr(request, "secret_sources", ()))
+        secrets = self._emulator.secrets.environment(
+            request.secret_ids, getattr(request, "secret_sources", ())
+        )
         size = terminal(request.pty_info) if request.HasField("pty_info") else None
         environment = {**self._boxes.environment(box), **secrets, **dict(request.env)}
         if size is not None:
