@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping
 from datetime import datetime
 from typing import Any, ClassVar
@@ -31,7 +32,7 @@ from lowtide.providers.modal.options import LONGEST_SECONDS, ModalOptions
 
 _CREATE_SECONDS = 120.0  # an image may have to be pulled
 _ASK_SECONDS = 30.0
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS, _LONGEST_LOOK = 1.0, 10.0
 _GRACE_MARGIN = 2.0  # after the KILL, until its end is heard of
 
 
@@ -220,15 +221,21 @@ class ModalProvider(hosted.Hosted):
         self._ending.add(sandbox_id)
         self.forget_calls(sandbox_id, goodbye=False)
 
+        patience = _LOOK_SECONDS
+
         async def ask() -> End:
+            nonlocal patience
+            began = time.monotonic()
             try:
                 await SERVICE.call(_ASK_SECONDS, sandbox.terminate.aio(), "terminate", sandbox_id)
             except SandboxNotFoundError:
                 return End.MISSING
+            # Where many end at once, all takes longer, and asking again in the midst of it would make it worse.
+            patience = min(_LONGEST_LOOK, max(_LOOK_SECONDS, 5 * (time.monotonic() - began)))
             return End.ACCEPTED
 
         async def look() -> End:
-            return await self._over(sandbox, sandbox_id)
+            return await self._over(sandbox, sandbox_id, patience)
 
         try:
             ended = await hosted.delete(ask, look, service=SERVICE, sandbox_id=sandbox_id)
@@ -241,11 +248,11 @@ class ModalProvider(hosted.Hosted):
         by_itself = grace_seconds <= 0 and sandbox.returncode not in (None, lookup.TERMINATED)
         return ended and not by_itself
 
-    async def _over(self, sandbox: Any, sandbox_id: str) -> End:
+    async def _over(self, sandbox: Any, sandbox_id: str, seconds: float = _LOOK_SECONDS) -> End:
         """Modal answers as soon as it is over; not for long, lest a terminate that was lost is waited for."""
         try:
             wait = sandbox.wait.aio(raise_on_termination=False)
-            await SERVICE.within(_LOOK_SECONDS, wait, "wait", sandbox_id)
+            await SERVICE.within(seconds, wait, "wait", sandbox_id)
         except RequestTimeoutError:
             return End.THERE
         except Exception as error:
