@@ -13,9 +13,11 @@ would cost as much again as the file.
 
 from __future__ import annotations
 
+import struct
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from typing import Protocol
 
     class Source(Protocol):
@@ -34,6 +36,9 @@ _BLANK = b" " * 8
 _MAGIC = b"ustar\x0000" + bytes(235)
 _SECOND = 10**9
 _NO_LINK = bytes(100)
+# name, mode, (owner,) size, time, checksum, kind, link, magic, (names of the owner, device,) prefix, fraction
+_HEADER = struct.Struct("100s8s16x12s12s8s1s100s6s82x155s11sx")
+_KNOWN_SUM = sum(_MAGIC) + sum(_BLANK)
 
 
 class TarError(Exception):
@@ -81,8 +86,10 @@ def _header(
     name: bytes, kind: bytes, mode: int, size: int, mtime: int, link: bytes = b"", fraction: int = 0
 ) -> bytes:
     head = b"%s%07o\0%s%011o\0%011o\0" % (name.ljust(100, b"\0"), mode, _NO_OWNER, size, mtime)
-    tail = b"%s%s%sns%09d\0" % (kind, link.ljust(100, b"\0") if link else _NO_LINK, _MAGIC, fraction)
-    return b"%s%06o\0 %s" % (head, sum(head) + sum(tail) + 256, tail)
+    last = b"ns%09d\0" % fraction
+    whole = sum(head) + kind[0] + sum(link) + sum(last) + _KNOWN_SUM
+    link = link.ljust(100, b"\0") if link else _NO_LINK
+    return b"%s%06o\0 %s%s%s%s" % (head, whole, kind, link, _MAGIC, last)
 
 
 def _extended(kind: bytes, content: bytes) -> bytes:
@@ -107,8 +114,17 @@ class Reader:
         while (member := self._next()) is not None:
             yield member
 
-    def content(self) -> Iterator[bytes]:
+    def content(self) -> Iterable[bytes]:
         """What is left of the member's content, in blocks."""
+        left, pad = self._left, self._pad
+        if left + pad > _BLOCK:
+            return self._blocks()
+        if not left:
+            return ()
+        self._left = self._pad = 0
+        return (self._exactly(left + pad)[:left],)
+
+    def _blocks(self) -> Iterator[bytes]:
         while self._left:
             block = self._exactly(min(self._left, _BLOCK))
             self._left -= len(block)
@@ -118,12 +134,13 @@ class Reader:
             self._exactly(pad)
 
     def _next(self) -> Member | None:
-        for _ in self.content():
-            pass
+        if self._left or self._pad:
+            for _ in self.content():
+                pass
         known: dict[bytes, bytes] = {}
         for _ in range(_MOST_HEADERS):
             head = self._exactly(512)
-            if not head.strip(b"\0"):
+            if not head[0] and not head.strip(b"\0"):
                 return None
             member = _member(head)
             if member.kind in (b"x", MARK):
@@ -144,18 +161,8 @@ class Reader:
         raise TarError("too many headers stand before one entry")
 
     def _apply(self, member: Member, known: dict[bytes, bytes]) -> None:
-        member.name, member.link = known.get(b"path", member.name), known.get(b"linkpath", member.link)
-        if len(member.name) > LONGEST_NAME or len(member.link) > LONGEST_NAME:
-            raise TarError(f"a name in it is longer than {LONGEST_NAME} bytes")
-        try:
-            if b"size" in known:
-                member.size = int(known[b"size"])
-            if b"mtime" in known:
-                member.mtime_ns = _nanoseconds(known[b"mtime"], member.mtime_ns % _SECOND)
-        except (ValueError, OverflowError):
-            raise TarError("an extended header is broken") from None
-        if member.size < 0:
-            raise TarError("an entry claims a size below nothing")
+        if known:
+            _extend(member, known)
         if member.kind == FILE and member.name.endswith(b"/"):
             member.kind = FOLDER
         if member.kind in (FILE, OTHER):
@@ -179,27 +186,48 @@ class Reader:
         return b"".join(pieces)
 
 
+def _extend(member: Member, known: dict[bytes, bytes]) -> None:
+    member.name, member.link = known.get(b"path", member.name), known.get(b"linkpath", member.link)
+    if len(member.name) > LONGEST_NAME or len(member.link) > LONGEST_NAME:
+        raise TarError(f"a name in it is longer than {LONGEST_NAME} bytes")
+    try:
+        if b"size" in known:
+            member.size = int(known[b"size"])
+        if b"mtime" in known:
+            member.mtime_ns = _nanoseconds(known[b"mtime"], member.mtime_ns % _SECOND)
+    except (ValueError, OverflowError):
+        raise TarError("an extended header is broken") from None
+    if member.size < 0:
+        raise TarError("an entry claims a size below nothing")
+
+
 _KINDS = {b"\0": FILE, b"7": FILE, b"x": b"x", b"X": b"x", b"L": b"L", b"K": b"K"}
 _KINDS.update({kind: kind for kind in (FILE, HARD_LINK, LINK, FIFO, FOLDER, MARK, b"3", b"4")})
 
 
 def _member(head: bytes) -> Member:
-    if _number(head[148:156]) != sum(head) - sum(head[148:156]) + 256:
+    name, mode, size, mtime, checksum, kind, link, magic, prefix, fraction = _HEADER.unpack(head)
+    if mode[7] or size[11] or mtime[11] or checksum[6]:
+        numbers = tuple(map(_number, (mode, size, mtime, checksum)))
+    else:
+        try:  # as we write them ourselves: it is what most of the time goes to
+            numbers = int(mode[:7], 8), int(size[:11], 8), int(mtime[:11], 8), int(checksum[:6], 8)
+        except ValueError:
+            numbers = tuple(map(_number, (mode, size, mtime, checksum)))
+    if numbers[3] != sum(head) - sum(checksum) + 256:
         raise TarError("a header is broken")
-    if head[156:157] == b"S":
+    if kind == b"S":
         raise _sparse()
-    name = head[:100].partition(b"\0")[0]
-    if head[257:263] == b"ustar\0" and head[345]:
-        name = head[345:500].partition(b"\0")[0] + b"/" + name
-    size = _number(head[124:136])
-    if size < 0:
+    name = name.partition(b"\0")[0]
+    if prefix[0] and magic == b"ustar\0":
+        name = prefix.partition(b"\0")[0] + b"/" + name
+    if numbers[1] < 0:
         raise TarError("an entry claims a size below nothing")
-    kind = _KINDS.get(head[156:157], OTHER)
-    link = head[157:257].partition(b"\0")[0]
-    moment = _number(head[136:148]) * _SECOND
-    if head[500:502] == b"ns" and head[502:511].isdigit():
-        moment += int(head[502:511])
-    return Member(name, kind, _number(head[100:108]) & 0o7777, size, moment, link)
+    moment = numbers[2] * _SECOND
+    if fraction[:2] == b"ns" and fraction[2:].isdigit():
+        moment += int(fraction[2:])
+    link = link.partition(b"\0")[0]
+    return Member(name, _KINDS.get(kind, OTHER), numbers[0] & 0o7777, numbers[1], moment, link)
 
 
 def _nanoseconds(text: bytes, fraction: int) -> int:

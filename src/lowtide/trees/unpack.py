@@ -235,12 +235,14 @@ class Replacing(_Unpack):
     def __init__(self, root: int) -> None:
         super().__init__(root)
         self._temporary = f".lowtide-{os.getpid()}.part".encode()
+        with os.scandir(root) as found:
+            self._empty = next(found, None) is None  # then nothing can be in the way
         self._open_up(os.fstat(root).st_mode, [], root)
 
     def take(self, reader: Reader, member: Member) -> None:
         if member.kind == tar.MARK:
             for wanted in member.marks.get(tar.WANTED, b"").split(b"\0"):
-                if len(wanted) > 1:
+                if len(wanted) > 1 and not self._empty:
                     self._refuse(wanted[1:], wanted[:1] == b"d")
             return
         parts = [part for part in member.name.split(b"/") if part not in (b"", b".")]
@@ -350,5 +352,7 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _stamp(fd: int, moment: int) -> None:
-    with contextlib.suppress(OverflowError):  # a time no calendar has
+    try:
         os.utime(fd, ns=(moment, moment))
+    except OverflowError:
+        return  # a time no calendar has
