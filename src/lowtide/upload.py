@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import stat as stat_modes
+import threading
+from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator
 
 from lowtide import archive, source
@@ -14,6 +15,8 @@ from lowtide.in_thread import in_thread
 from lowtide.providers import derived
 from lowtide.providers.base import DirectFiles, Provider, TimedFiles
 from lowtide.transfer import Moved, Transfer, verify
+
+_AHEAD = 8  # blocks of a packed directory that wait here
 
 
 def local_source(path: str | os.PathLike[str]) -> str:
@@ -79,39 +82,43 @@ class Packing:
         self.tree: archive.Tree | None = None
         self._directory = directory
         self._stopped = False
-        self._blocks: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=8)
+        self._blocks: deque[bytes] = deque()
+        self._room = threading.Semaphore(_AHEAD)
         self._packing: asyncio.Future[archive.Tree] | None = None
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        loop = asyncio.get_running_loop()
+        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
 
-        def hand_on(block: bytes | None) -> None:
+        def hand_on(block: bytes) -> None:
+            self._room.acquire()
             if self._stopped:
                 raise ConnectionAbortedError("the transfer was given up")
-            asyncio.run_coroutine_threadsafe(self._blocks.put(block), loop).result()
+            self._blocks.append(block)
+            loop.call_soon_threadsafe(
+                arrived.set
+            )  # and no answer is waited for: a busy machine makes it late
 
-        def pack() -> archive.Tree:
-            try:
-                return archive.pack(self._directory, hand_on)
-            finally:
-                with contextlib.suppress(ConnectionAbortedError):
-                    hand_on(None)
-
-        self._packing = asyncio.ensure_future(in_thread(pack))
-        while (block := await self._blocks.get()) is not None:
-            yield block
+        self._packing = asyncio.ensure_future(in_thread(lambda: archive.pack(self._directory, hand_on)))
+        self._packing.add_done_callback(lambda _: arrived.set())
+        while True:
+            ended = self._packing.done()  # asked first: what came before the end is taken
+            while self._blocks:
+                self._room.release()
+                yield self._blocks.popleft()
+            if ended:
+                break
+            await arrived.wait()
+            arrived.clear()
         self.tree = await self._packing
 
     async def end(self) -> None:
         """Let the thread see that it is over, and its error be heard of: the generator may never be asked again."""
         self._stopped = True
-        packing = self._packing
-        while packing is not None and not packing.done():
-            with contextlib.suppress(asyncio.QueueEmpty):
-                self._blocks.get_nowait()
-            await asyncio.wait({packing}, timeout=0.05)
-        if packing is not None and not packing.cancelled():
-            packing.exception()
+        self._room.release()
+        if self._packing is not None:
+            await asyncio.wait({self._packing})
+            if not self._packing.cancelled():
+                self._packing.exception()
 
 
 class _Counted:
