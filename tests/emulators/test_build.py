@@ -102,6 +102,7 @@ def test_a_step_that_fails_says_why_in_its_own_words_and_leaves_nothing(tmp_path
                 ("RUN echo before; echo why >&2; exit 3", "why"),
                 ("RUN pip install no-such-package-at-all", "no network"),
                 ("COPY a.txt /", ""),
+                ("USER nobody-knows\nRUN true", ""),
             ):
                 with pytest.raises(BuildFailed):
                     await builder.build(dockerfile.steps(f"FROM x\n{line}"), log=log.append)
@@ -204,6 +205,10 @@ try:
     Template.build(Template().from_template("mine").run_cmd("cat made; exit 3"), "bad", on_build_logs=lambda entry: heard.append(entry.message))
 except Exception as error:
     print("exit code 3" in str(error), heard.count("one two dark user") == 1)
+try:
+    Template.build(Template().from_base_image().run_cmd("whoami", user="nobody-knows"), "bad")
+except Exception as error:
+    print(str(error).endswith("invalid username: 'nobody-knows'"), Template.assign_tags("mine", "stable").tags)
 """
 RUNLOOP = """
 from runloop_api_client import Runloop
@@ -245,7 +250,7 @@ except Exception as error:
             DAYTONA,
             ["['dark', 'daytona', 'dark'] True", "dark", "['dark', 'dark']", "True True"],
         ),
-        ("e2b", E2B, ["True True", "['one', 'two', 'dark', 'user']", "mine", "True True"]),
+        ("e2b", E2B, ["True True", "['one', 'two', 'dark', 'user']", "mine", "True True", "True ['stable']"]),
         (
             "runloop",
             RUNLOOP,

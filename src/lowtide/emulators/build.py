@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.emulators.dockerfile import PATH, CannotBuild, Step, Surroundings
 from lowtide.emulators.guest import users_are_real
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, ValidationError
 
 if TYPE_CHECKING:
     from lowtide.emulators.backing import Backing
@@ -52,13 +52,18 @@ set -e
 unpack=$1; target=$2; shift 2
 context=$(mktemp -d)
 tar "$unpack" - -C "$context" --no-same-owner
-for source; do
-  for found in "$context"/$source; do
-    [ -e "$found" ] || { echo "$source: not in the build context" >&2; exit 1; }
-    if [ -d "$found" ]; then mkdir -p "$target"; cp -R "$found/." "$target/"
-    elif [ $# -gt 1 ] || [ -d "$target" ] || [ "${target%/}" != "$target" ]; then mkdir -p "$target"; cp "$found" "$target/"
-    else mkdir -p "$(dirname "$target")"; cp "$found" "$target"; fi
-  done
+IFS=  # names may have spaces; the marks of a pattern still mean what they mean
+matches() { for source; do for found in "$context"/$source; do
+  [ -e "$found" ] || [ -L "$found" ] || { echo "$source: not in the build context" >&2; exit 1; }
+  printf '%s\\n' "$found"
+done; done; }
+found=$(matches "$@")
+many=$(printf '%s\\n' "$found" | wc -l)
+printf '%s\\n' "$found" | while read -r found; do
+  if [ -d "$found" ] && [ ! -L "$found" ]; then mkdir -p "$target"; cp -RP "$found/." "$target/"
+  elif [ "$many" -gt 1 ] || [ -d "$target" ] || [ "${target%/}" != "$target" ]; then
+    mkdir -p "$target"; cp -P "$found" "$target/"
+  else mkdir -p "$(dirname "$target")"; cp -P "$found" "$target"; fi
 done
 rm -rf "$context"
 """
@@ -68,6 +73,10 @@ Log = Callable[[str], None]
 
 class BuildFailed(Exception):
     """A step that could not be done; its output is in the log."""
+
+    def __init__(self, message: str, *, unknown_user: str = "", step: Step | None = None) -> None:
+        super().__init__(message)
+        self.unknown_user, self.step = unknown_user, step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +228,12 @@ class Builder:
                     if line:
                         log(line.decode(errors="replace") + "\n")
                     code = await handle.wait()
+            except ValidationError as error:
+                if error.argument != "user":
+                    raise
+                raise BuildFailed(
+                    f"{step.shown[:200]}: {error}", unknown_user=around.user, step=step
+                ) from None
             except TimeoutError:
                 raise BuildFailed(f"{step.shown[:200]}: not done in {LONGEST_STEP_SECONDS:.0f} s") from None
             finally:

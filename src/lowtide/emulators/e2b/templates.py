@@ -45,6 +45,10 @@ _START = {
 _STEP = {"type": TEXT, "args": LIST_OF_TEXT, "filesHash": TEXT, "force": FLAG}
 
 
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
 class Build:
     build_id: str
@@ -53,7 +57,7 @@ class Build:
     log: list[dict[str, Any]] = field(default_factory=list)
 
     def tell(self, text: str, level: str = "info") -> None:
-        moment = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        moment = _now()
         for line in text.splitlines():
             self.log.append({"timestamp": moment, "level": level, "message": line})
 
@@ -65,6 +69,8 @@ class Template:
     builds: dict[str, Build] = field(default_factory=dict)
     built: Built | None = None
     """The newest that is ready, held until the template is deleted."""
+    tags: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """The build and the time of each."""
     interpreter: bool = False
     start_command: str | None = None
 
@@ -88,6 +94,10 @@ class Templates:
         add("PUT", UPLOADS + "{hash}", self._upload)
         add("POST", "/v2/templates/{template}/builds/{build}", self._start)
         add("GET", "/templates/{template}/builds/{build}/status", self._status)
+
+        add("POST", "/templates/tags", self._assign_tags)
+        add("DELETE", "/templates/tags", self._delete_tags)
+        add("GET", "/templates/{template}/tags", self._list_tags)
 
     async def delete(self, template: Template) -> None:
         self.table.pop(template.template_id, None)
@@ -118,7 +128,8 @@ class Templates:
         template.builds[build.build_id] = build
         while len(template.builds) > _PAGE:
             del template.builds[next(iter(template.builds))]
-        tags = body.get("tags") or [tag or "default"]
+        tags = list(dict.fromkeys([*([tag] if tag else []), *_tags(body.get("tags") or [])])) or ["default"]
+        template.tags |= dict.fromkeys(tags, (build.build_id, _now()))
         described = {"templateID": template.template_id, "buildID": build.build_id, "public": False}
         described |= {"names": [template.name], "aliases": [template.name], "tags": tags}
         return web.json_response(described, status=202)
@@ -182,6 +193,32 @@ class Templates:
             described["reason"] = {"message": build.reason}
         return web.json_response(described)
 
+    async def _assign_tags(self, request: web.Request) -> web.Response:
+        body = await json_object(request)
+        check_fields(body, {"target": TEXT, "tags": LIST_OF_TEXT}, required=("target", "tags"))
+        template, tags = self._named(body["target"]), _tags(body["tags"])
+        known = template.tags.get(body["target"].partition(":")[2] or "default")
+        if known is None:
+            raise NotFound(f"template '{body['target']}' not found")
+        template.tags |= dict.fromkeys(tags, (known[0], _now()))
+        while len(template.tags) > _MOST_TEMPLATES:
+            del template.tags[next(iter(template.tags))]
+        return web.json_response({"tags": tags, "buildID": known[0]}, status=201)
+
+    async def _delete_tags(self, request: web.Request) -> web.Response:
+        body = await json_object(request)
+        check_fields(body, {"name": TEXT, "tags": LIST_OF_TEXT}, required=("name", "tags"))
+        template = self._named(body["name"])
+        for tag in _tags(body["tags"]):
+            template.tags.pop(tag, None)
+        return web.Response(status=204)
+
+    async def _list_tags(self, request: web.Request) -> web.Response:
+        tags = self._named(request.match_info["template"]).tags
+        return web.json_response(
+            [{"tag": tag, "buildID": build, "createdAt": at} for tag, (build, at) in tags.items()]
+        )
+
     # ------------------------------------------------------------ building
 
     async def _run(self, template: Template, build: Build, asked: dict[str, Any]) -> None:
@@ -192,8 +229,8 @@ class Templates:
                 steps = [replace(one, fresh=secrets.token_hex(8)) for one in steps]
             built = await self._ground.builder.build(steps, log=build.tell, below=base)
         except (BuildFailed, CannotBuild, LowtideError, NotFound) as error:
-            build.tell(str(error), "error")
-            build.reason, build.status = str(error), "error"
+            build.reason, build.status = _reason(error), "error"
+            build.tell(build.reason, "error")
             return
         if template.template_id not in self.table:
             self._ground.builder.release(built)
@@ -219,6 +256,12 @@ class Templates:
     def _file(self, digest: str) -> Path:
         return self._ground.state.directory / "uploads" / digest
 
+    def _named(self, name: str) -> Template:
+        found = self.find(name)
+        if found is None:
+            raise NotFound(f"template '{name}' not found")
+        return found
+
     def _template(self, request: web.Request) -> Template:
         found = self.table.get(request.match_info["template"])
         if found is None:
@@ -230,6 +273,24 @@ class Templates:
         if found is None:
             raise NotFound(f"build '{request.match_info['build']}' not found")
         return found
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, BuildFailed) and error.unknown_user and error.step is not None:
+        refused = f"unauthenticated: invalid username: '{error.unknown_user}'"
+        return f"failed to run command '{error.step.argv[-1]}': command failed: {refused}"
+    return str(error)
+
+
+def _tags(given: list[str]) -> list[str]:
+    """The tags alone, of names with one."""
+    found = []
+    for text in given:
+        name, colon, tag = text.partition(":")
+        if not name or (colon and not tag):
+            raise BadRequest(f"'{text}' is no tag, nor a name with one")
+        found.append(tag or name)
+    return found
 
 
 def _digest(given: str) -> str:
