@@ -69,16 +69,10 @@ def serve_line(architecture: str, name: str) -> str:
     return f"{_written(architecture, path)}&&exec {path} serve {name} own"
 
 
-def text_line(architecture: str, name: str, first: bytes = b"") -> str:
-    """As `serve_line`, for a channel of text that may be opened anew: each try has a file of its own.
-
-    `first`: all that there is to say to it; then its answer is all of its output.
-    """
+def text_line(architecture: str, name: str) -> str:
+    """As `serve_line`, for a channel of text that may be opened anew: each try has a file of its own."""
     path = f"/tmp/.lowtide-{name}-$$"  # noqa: S108 - gone when the program runs
-    if not first:
-        return f"{_written(architecture, path)}&&exec {path} serve {name} text own"
-    said = base64.b64encode(first).decode("ascii")
-    return f"{_written(architecture, path)}&&export {FIRST}={said}&&exec {path} serve {name} text once own </dev/null"
+    return f"{_written(architecture, path)}&&exec {path} serve {name} text own"
 
 
 def main_line(place: str, *architectures: str, small: bool = False) -> str:

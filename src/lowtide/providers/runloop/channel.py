@@ -2,7 +2,6 @@
 
 Both carry text only, so the program speaks in lines. Standard input comes in one request at a time; what it
 prints stands in a log at the service, which is read on from any place when the connection has dropped.
-The first command of a sandbox made here goes with the program in one request, whose answer is the command's.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shlex
-import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide import errors
 from lowtide.providers import hosted
 from lowtide.providers.base import LABEL_PREFIX
-from lowtide.providers.inside import Answer, Spent, program
+from lowtide.providers.inside import program
 from lowtide.providers.runloop.errors import SERVICE
 from lowtide.providers.runloop.lookup import CALL_SECONDS
 
@@ -26,20 +24,14 @@ if TYPE_CHECKING:
     from runloop_api_client import AsyncRunloop
 
 WORKING_DIR = LABEL_PREFIX + "cwd"
-_ONCE_SECONDS = 10
-_LONGEST_FIRST = 48_000
-"""With the program it has to fit into one argument of a shell (128 KiB) as base64."""
 _PART = 256 * 1024  # of standard input in one request
 _QUIET_SECONDS = 60.0
 """After so long without a byte the events are asked for anew: a connection that died in silence says nothing else."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
     """What has to be known of a devbox to get in."""
-
-    alone: bool = False
-    """Nothing has run in there yet that could read a command's words."""
 
     name: str
     """Of the program's socket inside: new for every process of ours, so that each has a server of its own."""
@@ -47,18 +39,17 @@ class Door:
     working_dir: str | None = None
 
     @classmethod
-    def of(cls, view: Any, *, alone: bool = False) -> Door:
+    def of(cls, view: Any) -> Door:
         """From a DevboxView."""
         return cls(
-            alone=alone,
             name=secrets.token_hex(8),
             architecture=getattr(view.launch_parameters, "architecture", None) or "x86_64",
             working_dir=(view.metadata or {}).get(WORKING_DIR),
         )
 
-    def command(self, first: bytes = b"") -> str:
-        """Brings the program in where it is not there yet, and becomes it. The key is in no line but the first's."""
-        line = program.text_line(self.architecture, self.name, first)
+    def command(self) -> str:
+        """Brings the program in where it is not there yet, and becomes it. The key is not in it."""
+        line = program.text_line(self.architecture, self.name)
         if self.working_dir is None:
             return line
         place = shlex.quote(self.working_dir)
@@ -71,19 +62,9 @@ Explain = Callable[[errors.LowtideError], Awaitable[errors.LowtideError]]
 class ExecutionChannel:
     """Implements `inside.Channel`."""
 
-    def __init__(
-        self,
-        client: AsyncRunloop,
-        sandbox_id: str,
-        execution_id: str,
-        explain: Explain,
-        *,
-        once: bool = False,
-    ) -> None:
-        """`once`: it answers what it was told in its first words, and no more."""
+    def __init__(self, client: AsyncRunloop, sandbox_id: str, execution_id: str, explain: Explain) -> None:
         self._client, self._sandbox_id, self._execution_id = client, sandbox_id, execution_id
         self._explain = explain
-        self._once = once
         self._taken = 0
         self._stream: Any = None
         self._pending: asyncio.Task[bytes] | None = None
@@ -91,8 +72,6 @@ class ExecutionChannel:
         self.closed = asyncio.Event()
 
     async def send(self, data: bytes) -> None:
-        if self._once:
-            raise BrokenPipeError("an answer takes no more")
         executions = self._client.devboxes.executions
         for part in _parts(data):
             if self.closed.is_set():
@@ -104,10 +83,7 @@ class ExecutionChannel:
         try:
             if not self.closed.is_set():
                 self._pending = asyncio.ensure_future(self._next())
-                data = await self._pending
-                if self._once and not data:
-                    raise Spent
-                return data
+                return await self._pending
         except asyncio.CancelledError:
             if not self.closed.is_set():
                 raise
@@ -187,15 +163,9 @@ class ExecutionChannel:
 
 async def open_channel(
     client: AsyncRunloop, sandbox_id: str, door: Door, first: bytes, explain: Explain
-) -> ExecutionChannel | Answer:
-    """Where nobody can listen, one round: it is started with the first words, and its answer is that of the first command.
-
-    Else two: start it; then say the first words, with the first command in them, while its output is asked for.
-    """
+) -> ExecutionChannel:
+    """Two rounds: start it; then say the first words, with the first command in them, while its output is asked for."""
     try:
-        alone, door.alone = door.alone, False
-        if alone and len(first) <= _LONGEST_FIRST:
-            return await _ask_once(client, sandbox_id, door, first, explain)
         work = client.devboxes.execute_async(sandbox_id, command=door.command(), attach_stdin=True)
         started = await SERVICE.call(CALL_SECONDS, work, "the program inside", sandbox_id)
         channel = ExecutionChannel(client, sandbox_id, started.execution_id, explain)
@@ -208,26 +178,6 @@ async def open_channel(
             raise
     except errors.LowtideError as error:
         raise await explain(error) from error
-    return channel
-
-
-async def _ask_once(
-    client: AsyncRunloop, sandbox_id: str, door: Door, first: bytes, explain: Explain
-) -> ExecutionChannel | Answer:
-    """The program, what it is told first and what comes of it. A lost answer is asked for again, by the same id."""
-    line, known = door.command(first), str(uuid.uuid4())
-    answer = await SERVICE.again(
-        lambda: client.devboxes.execute(
-            sandbox_id, command=line, command_id=known, optimistic_timeout=_ONCE_SECONDS, last_n="1000"
-        ),
-        "the first command",
-        sandbox_id,
-        patience=10.0,
-    )
-    if answer.status == "completed" and answer.stdout and not answer.stdout_truncated:
-        return Answer(str(answer.stdout).encode("utf-8", "surrogateescape"))
-    channel = ExecutionChannel(client, sandbox_id, answer.execution_id, explain, once=True)
-    await channel.left()  # says why it never ran; else its output is in the log
     return channel
 
 

@@ -25,7 +25,7 @@ from lowtide.providers.base import (
     nothing_sent,
 )
 from lowtide.providers.hosted.transfer import BulkFiles, Counted
-from lowtide.providers.inside import Channel, Clients
+from lowtide.providers.inside import Clients
 from lowtide.providers.inside.program import new_key
 from lowtide.providers.runloop import create, destroy, lookup, snapshots
 from lowtide.providers.runloop.access import PROVIDER, Access
@@ -108,8 +108,7 @@ class RunloopProvider(BulkFiles, hosted.Hosted):
 
         async def make(seconds: float) -> SandboxInfo:
             view = await create.make(client, asked, seconds)
-            # What runs before it counts as ready could look at the words of the first command.
-            self._doors[view.id] = Door.of(view, alone=not asked["launch_parameters"].get("launch_commands"))
+            self._doors[view.id] = Door.of(view)
             return lookup.info_of(view)
 
         made = await hosted.recovered(
@@ -185,7 +184,7 @@ class RunloopProvider(BulkFiles, hosted.Hosted):
         """The server inside is this process's own and learns the key with its first words: nobody else needs it."""
         return self._keys.setdefault(sandbox_id, new_key())
 
-    async def _open_channel(self, sandbox_id: str, first: bytes) -> Channel:
+    async def _open_channel(self, sandbox_id: str, first: bytes) -> ExecutionChannel:
         async def explain(error: errors.LowtideError) -> errors.LowtideError:
             found = await hosted.explained(
                 error,
@@ -200,10 +199,9 @@ class RunloopProvider(BulkFiles, hosted.Hosted):
             return found
 
         channel = await open_channel(self.client(), sandbox_id, await self._door(sandbox_id), first, explain)
-        if isinstance(channel, ExecutionChannel):
-            channels = self._channels.setdefault(sandbox_id, set())
-            channels.difference_update([one for one in channels if one.closed.is_set()])
-            channels.add(channel)
+        channels = self._channels.setdefault(sandbox_id, set())
+        channels.difference_update([one for one in channels if one.closed.is_set()])
+        channels.add(channel)
         return channel
 
     async def _door(self, sandbox_id: str) -> Door:
