@@ -348,16 +348,29 @@ static int forget_keeper(int pid)
 	return 0;
 }
 
-/* Everything under `root`, or (0) everything of ours that is under no keeper: how many of it live.
+/* Where no process can be told to take orphans (gVisor before 2023), they fall to us. Then every process of a command has
+ * its number in a limit that no kernel looks at, and that what it starts inherits. */
+#define RLIMIT_RSS 5
+static int orphans_are_ours;
+static u64 last_mark;
+
+static int has_mark(int pid, u64 mark)
+{
+	u64 limit[2] = {0, 0};
+	return K(prlimit64, pid, RLIMIT_RSS, 0, limit) == 0 && limit[0] == mark;
+}
+
+/* Everything under `root` or with this mark, or (0) everything of ours that is under no keeper: how many of it live.
  * With `first`, each gets that signal, and then each gets `second`: what is stopped forks no more while
  * the others are killed, so that a fork bomb cannot outrun this. */
-static int each_under(int root, int first, int second)
+static int each_under(int root, u64 mark, int first, int second)
 {
 	int count = list_processes(), living = 0, changed = 1, self = K(getpid);
 	for (int i = 0; i < count; i++) {
 		states[i] = look(pids[i], &parents[i]);
 		if (!states[i]) parents[i] = -1;
-		under[i] = pids[i] != self && states[i] && (root ? parents[i] == root : parents[i] == self && !is_keeper(pids[i]));
+		int orphan = parents[i] == self && !is_keeper(pids[i]);
+		under[i] = pids[i] != self && states[i] && (root ? parents[i] == root || (orphan && mark && has_mark(pids[i], mark)) : orphan);
 	}
 	while (changed) {
 		changed = 0;
@@ -1450,6 +1463,7 @@ static struct command {
 	long credit; /* how much output the other side will take */
 	u8 *input;
 	u32 from, to;
+	u64 mark; /* 0: its keeper gets its orphans */
 } commands[COMMANDS];
 static long strays_next, strays_from, deadline, cap;
 static int strays_left, main_command = -1, as_init, guarded;
@@ -1530,6 +1544,10 @@ static __attribute__((noreturn)) void start_inside(u8 *data, u32 n, int in, int 
 	if (child == 0) {
 		K(setsid);
 		if (flags & TERMINAL) K(ioctl, 0, TIOCSCTTY, 0);
+		if (orphans_are_ours) {
+			u64 limit[2] = {last_mark, ~0UL};
+			K(prlimit64, 0, RLIMIT_RSS, limit, 0);
+		}
 		if (guarded) lose_setpcap();
 		if (*user) {
 			int error = become_user(user, flags & TERMINAL);
@@ -1599,6 +1617,7 @@ static struct command *start(struct client *owner, u32 id, u8 *data, u32 n)
 	}
 	if (error >= 0 && !(flags & CALL)) error = K(pipe2, status, O_CLOEXEC);
 	if (error >= 0 && in[1] >= 0 && !c->input && !(c->input = pages(WINDOW))) error = -ENOMEM;
+	last_mark++;
 	long pid = error < 0 ? error : K(clone, SIGCHLD);
 	if (pid == 0) start_inside(data, n, in[0], out[1], err[1], status[1]);
 	shut(&in[0]); shut(&out[1]); shut(&err[1]); shut(&status[1]);
@@ -1614,7 +1633,7 @@ static struct command *start(struct client *owner, u32 id, u8 *data, u32 n)
 	keepers[keeper_count++] = pid;
 	u8 *input = c->input;
 	*c = (struct command){.used = 1, .client = owner, .id = id, .pid = pid, .in = in[1], .out = out[0], .err = err[0], .status = status[0],
-		.call = flags & CALL, .terminal = flags & TERMINAL, .credit = REPLAY, .input = input};
+		.call = flags & CALL, .terminal = flags & TERMINAL, .credit = REPLAY, .input = input, .mark = orphans_are_ours ? last_mark : 0};
 	frame_number(owner, STARTED, id, pid);
 	return c;
 }
@@ -1738,7 +1757,7 @@ static void begin_end(struct command *c, u32 grace)
 	c->end_from = c->end_next = now_ms();
 	c->end_grace = grace;
 	c->end_pause = 1;
-	if (grace && !c->keeper_gone && !c->call) each_under(c->pid, SIGTERM, SIGCONT);
+	if (grace && (!c->keeper_gone || c->mark) && !c->call) each_under(c->keeper_gone ? -1 : c->pid, c->mark, SIGTERM, SIGCONT);
 }
 
 /* One step of ending a whole tree. It is over when the keeper has nothing left and has gone: the kernel
@@ -1749,10 +1768,12 @@ static void step_end(struct command *c, long now)
 	int over = now - c->end_from >= c->end_grace;
 	if (!c->keeper_gone && !c->call) {
 		K(kill, c->pid, SIGCONT); /* somebody may have stopped it */
-		c->living = over ? each_under(c->pid, SIGSTOP, SIGKILL) : 1;
+		c->living = over ? each_under(c->pid, c->mark, SIGSTOP, SIGKILL) : 1;
 		if (over && !c->living && now - c->end_from > c->end_grace + 3000) K(kill, c->pid, SIGKILL); /* stopped again and again */
+	} else if (c->mark && !c->call) {
+		c->living = each_under(-1, c->mark, over ? SIGSTOP : 0, over ? SIGKILL : 0);
 	}
-	if (c->keeper_gone && !strays_next) {
+	if (c->keeper_gone && !strays_next && !(c->mark && c->living)) {
 		c->ended = 1;
 		frame_number(c->client, ENDED, c->id, strays_left);
 	} else if (over && now - c->end_from > c->end_grace + END_MS) {
@@ -1770,7 +1791,7 @@ static void step_strays(long now)
 {
 	static int clean;
 	if (!strays_next || now < strays_next) return;
-	strays_left = each_under(0, SIGSTOP, SIGKILL);
+	strays_left = each_under(0, 0, SIGSTOP, SIGKILL);
 	clean = strays_left ? 0 : clean + 1;
 	strays_next = now + 5;
 	if (clean >= 3 || now - strays_from > END_MS) { strays_next = 0; clean = 0; }
@@ -2124,7 +2145,9 @@ static void prepare(void)
 {
 	K(getrandom, proof, 16, 0);
 	block_signals(1);
+	int takes = 0; /* gVisor's process 1 is told that it may, and nobody else is */
 	K(prctl, PR_SET_CHILD_SUBREAPER, 1);
+	orphans_are_ours = K(prctl, PR_GET_CHILD_SUBREAPER, &takes) < 0 || !takes;
 }
 
 /* `patience`: for so many ms a server that does not answer yet is waited for: it is only just starting. */
