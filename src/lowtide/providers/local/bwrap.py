@@ -93,19 +93,9 @@ def arguments(
     translate: Callable[[str], str],
 ) -> list[str]:
     """Everything but the command. Goes to bwrap through a descriptor: values never show in a process list."""
-    args = ["--userns", _NAMESPACE, "--info-fd", _INFO, "--json-status-fd", _STATUS]
-    # Process 1 is our own program and not bwrap's, which would be a file of this machine's user.
-    args += ["--as-pid-1", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup"]
-    if not network:
-        args.append("--unshare-net")
-    args += ["--die-with-parent", "--cap-drop", "ALL", "--hostname", hostname, "--seccomp", _SECCOMP]
-    for overlay in overlays:
-        for lower in overlay.lowers:
-            args += ["--overlay-src", translate(lower)]
-        args += ["--overlay", translate(overlay.upper), translate(overlay.work), overlay.at]
-    for tree in read_only:
-        args += ["--overlay-src", translate(tree.path), "--overlay-src", translate(tree.mask)]
-        args += ["--ro-overlay", tree.path]
+    args = namespaces(network=network, hostname=hostname)
+    args += ["--cap-drop", "ALL", "--seccomp", _SECCOMP]
+    args += layers(overlays, read_only, translate)
     args += [
         "--dev",
         "/dev",
@@ -125,4 +115,32 @@ def arguments(
     for key, value in environment.items():
         args += ["--setenv", key, value]
     args += ["--argv0", "lowtide"]
+    return args
+
+
+def namespaces(*, network: bool, hostname: str) -> list[str]:
+    args = ["--userns", _NAMESPACE, "--info-fd", _INFO, "--json-status-fd", _STATUS]
+    # Process 1 is our own program and not bwrap's, which would be a file of this machine's user.
+    args += ["--as-pid-1", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup"]
+    if not network:
+        args.append("--unshare-net")
+    return [*args, "--die-with-parent", "--hostname", hostname]
+
+
+def layers(
+    overlays: Sequence[Overlay],
+    read_only: Sequence[ReadOnlyTree],
+    translate: Callable[[str], str],
+    root: str = "",
+) -> list[str]:
+    """What the sandbox's files are, mounted below `root`."""
+    args = []
+    for overlay in overlays:
+        for lower in overlay.lowers:
+            args += ["--overlay-src", translate(lower)]
+        place = root if root and overlay.at == "/" else root + overlay.at
+        args += ["--overlay", translate(overlay.upper), translate(overlay.work), place]
+    for tree in read_only:
+        args += ["--overlay-src", translate(tree.path), "--overlay-src", translate(tree.mask)]
+        args += ["--ro-overlay", root + tree.path]
     return args

@@ -15,7 +15,8 @@ from pathlib import Path, PurePath
 
 from lowtide.errors import SandboxFailedError
 from lowtide.providers.base import Limits, NetworkMode, SandboxInfo, SandboxSpec, SandboxState
-from lowtide.providers.local import bwrap, cgroups, disk
+from lowtide.providers.inside import program
+from lowtide.providers.local import bwrap, cgroups, disk, gvisor
 from lowtide.providers.local.base_layers import BaseLayers
 from lowtide.providers.local.prerequisites import Prerequisites
 from lowtide.providers.local.sandbox_directory import ProcessMark, SandboxDirectory, boot_id
@@ -63,6 +64,8 @@ class Launch:
         self.prerequisites, self.client, self.directory = prerequisites, client, directory
         self.spec, self.base_layers = spec, base_layers
         self.network = spec.network is not None and spec.network.mode is NetworkMode.FULL
+        self.key = program.new_key() if spec.isolation is not None else None
+        """Opens a channel to the program inside, where gVisor is around the sandbox."""
         by_rlimit = frozenset() if prerequisites.owner is not None else frozenset({"pids"})
         below = {group.place.parent: group.path for group in prerequisites.bound}
         self.groups = cgroups.plan(spec.lease_id, spec.limits, below=below, without=by_rlimit)
@@ -73,7 +76,9 @@ class Launch:
     def shape(self) -> Shape | None:
         """None: it is like no other."""
         spec, base_layers = self.spec, self.base_layers
-        special = spec.command or spec.snapshot or spec.lifetime_seconds or spec.limits != Limits()
+        special = (
+            spec.command or spec.snapshot or spec.lifetime_seconds or spec.limits != Limits() or self.key
+        )
         if special or str(base_layers.record.get("base", "/")).startswith("/"):  # somebody's own directory
             return None
         return Shape(
@@ -122,7 +127,9 @@ class Launch:
             "expires_at": now + spec.lifetime_seconds if spec.lifetime_seconds else None,
             "boot_id": boot_id(),
             "network": (spec.network.mode if spec.network else NetworkMode.NONE).value,
-            "command": spec.command is not None,
+            # gVisor itself is one, and passes on what it is told.
+            "command": spec.command is not None or self.key is not None,
+            "isolation": spec.isolation.value if spec.isolation is not None else None,
             "working_dir": self.working_dir,
             "cgroups": [str(group.path) for group in self.groups],
             "bound": [str(group.path) for group in self.prerequisites.bound],
@@ -180,6 +187,8 @@ class Launch:
             await asyncio.to_thread(disk.make, self.directory.path, self.spec.limits.disk_bytes)
         for tree in self.base_layers.foreign:
             await self.prerequisites.stage(tree)
+        if self.key is not None:
+            await self.prerequisites.stage(os.path.dirname(self.prerequisites.runsc))
         ready_r, ready_w = leash or os.pipe()
         errors_r, errors_w = os.pipe()
         # A file and no pipe: bwrap, killed by a pipe that nobody reads any more, would leave its child waiting.
@@ -192,7 +201,8 @@ class Launch:
             finally:
                 os.close(ready_w)
                 os.close(errors_w)
-            said = await _first_words(ready_r, until_end=self.spec.command is not None)
+            runs_command = self.spec.command is not None or self.key is not None
+            said = await _first_words(ready_r, until_end=runs_command)
             if said[:1] != b"R":
                 raise self._failure(_drain(errors_r))
             if said[1:2] == b"E":
@@ -230,25 +240,48 @@ class Launch:
                 bwrap.Overlay(at="/usr", lowers=base_layers.usr, upper=f"{top}/usr", work=f"{top}/usrwork")
             )
         environment = self.environment
+        hostname = directory.sandbox_id[-12:].strip("-._") or "sandbox"
         nproc = str(self.prerequisites.nproc(spec.limits.pids))
         command = ["wait" if waiting else "idle", nproc, self.working_dir]
         if spec.command:
             command = ["run", nproc, self.working_dir, environment["PATH"], *spec.command]
+        files: list[str] = []
+        if self.key is not None:
+            owner = self.prerequisites.owner
+            command = ["run", gvisor.NPROC, "/", "/", *gvisor.run(owner=owner)]
+            args = gvisor.arguments(
+                runsc=self.prerequisites.runsc,
+                overlays=overlays,
+                read_only=base_layers.read_only,
+                hostname=hostname,
+                translate=translate,
+            )
+            files = gvisor.files(
+                command=spec.command,
+                working_dir=self.working_dir,
+                environment=environment,
+                key=self.key,
+                hostname=hostname,
+            )
+            environment = {**environment, program.KEY: self.key.hex()}
+        else:
+            args = bwrap.arguments(
+                overlays=overlays,
+                read_only=base_layers.read_only,
+                environment=environment,
+                hostname=hostname,
+                network=self.network,
+                # The kernel shows key names by user id, and an ordinary user's sandbox has the user's.
+                hidden=("/proc/keys", "/proc/key-users") if self.prerequisites.owner is None else (),
+                translate=translate,
+            )
         assert self.prerequisites.bwrap is not None
         return {
             "op": "create",
             "bwrap": translate(self.prerequisites.bwrap.path),
             "dir": translate(str(directory.path)),
-            "args": bwrap.arguments(
-                overlays=overlays,
-                read_only=base_layers.read_only,
-                environment=environment,
-                hostname=directory.sandbox_id[-12:].strip("-._") or "sandbox",
-                network=self.network,
-                # The kernel shows key names by user id, and an ordinary user's sandbox has the user's.
-                hidden=("/proc/keys", "/proc/key-users") if self.prerequisites.owner is None else (),
-                translate=translate,
-            ),
+            "args": args,
+            "files": files,
             "command": command,
             "environment": environment,
             "cgroups": [f"{group.path}/cgroup.procs" for group in self.groups],

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.providers.base import STDERR, STDOUT, NetworkMode, ProcessSpec
+from lowtide.providers.inside.program import KEY
 from lowtide.providers.local.pause import paused
 from lowtide.providers.local.prerequisites import Prerequisites
 from lowtide.providers.local.process import LocalProcess, gone
@@ -32,6 +33,7 @@ class Known:
         "environment",
         "flags",
         "inner",
+        "key",
         "network",
         "pids",
         "procs",
@@ -49,6 +51,7 @@ class Known:
         network: bool,
         groups: Sequence[str],
         command_starter: CommandStarter | None = None,
+        key: bytes | None = None,
     ) -> None:
         self.inner, self.environment, self.working_dir = inner, environment, working_dir
         self.pids, self.network = pids, network
@@ -56,6 +59,7 @@ class Known:
         self.flags = _flags(network)
         self.used = 0  # how many commands were started in it from here
         self.command_starter = command_starter
+        self.key = key  # of the program inside, where gVisor is around the sandbox
 
 
 class Entrance:
@@ -107,8 +111,10 @@ class Entrance:
                 key, equals, value = item.partition(b"=")
                 if equals and key.startswith(_KEPT):
                     environment[os.fsdecode(key.removeprefix(_KEPT))] = os.fsdecode(value)
+        secret = environment.pop(KEY, None) if spec.get("isolation") else None
         return Known(
             inner=inner,
+            key=bytes.fromhex(secret) if secret is not None else None,
             environment=environment,
             working_dir=spec["working_dir"],
             pids=spec["pids"],
@@ -119,8 +125,9 @@ class Entrance:
     def inside(self, sandbox_id: str) -> Inside:
         return Inside(self, self._prerequisites, sandbox_id)
 
-    async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> LocalProcess:
-        known = self.awake(sandbox_id)
+    async def start_process(self, sandbox_id: str, spec: ProcessSpec, *, whole: bool = False) -> LocalProcess:
+        """`whole`: with every right over the sandbox's namespaces, where gVisor keeps the sandbox itself apart."""
+        known = self.known(sandbox_id) if whole else self.awake(sandbox_id)
         client = await self._prerequisites.start()
         pidfd = known.inner.open()
         if pidfd is None:
@@ -151,10 +158,13 @@ class Entrance:
                 "argv": spec.argv,
                 "cwd": spec.cwd or known.working_dir,
                 "mark": mark,
+                "whole": whole,
             }
             starter: SpawnerClient | CommandStarter = client
             reply = None
-            command_starter = await self._command_starter(client, known, spec, pidfd)
+            command_starter = None
+            if not whole:
+                command_starter = await self._command_starter(client, known, spec, pidfd)
             if command_starter is not None:
                 message["env"] = {**known.environment, **spec.environment, _MARKER: mark}
                 reply, starter = command_starter.request(message, theirs), command_starter

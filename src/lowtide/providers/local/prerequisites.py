@@ -19,6 +19,7 @@ from lowtide.providers.local import (
     container_image,
     destroy,
     first,
+    gvisor,
     python_environment,
     python_trees,
     seccomp,
@@ -62,6 +63,10 @@ class Prerequisites:
         self.unheld: list[str] = []
         """Which bounds cannot be held here, and why."""
         self.snapshots = SnapshotStore(home / "snapshots", self.owner)
+
+    @functools.cached_property
+    def runsc(self) -> str:
+        return gvisor.find({**os.environ, **self._environ})
 
     async def start(self) -> SpawnerClient:
         if self.client is not None and self.client.running:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Seq
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from lowtide.errors import SandboxNotFoundError, UnsupportedError
+from lowtide.errors import SandboxGone, SandboxNotFoundError, UnsupportedError
 from lowtide.providers.base import (
     Capability,
     FileEntry,
@@ -26,11 +26,12 @@ from lowtide.providers.base import (
     nothing_sent,
 )
 from lowtide.providers.images.store import ImageStore
-from lowtide.providers.local import bound_groups, destroy, files, first, pause, rooms, rooms_on_disk, seccomp
+from lowtide.providers.local import bound_groups, destroy, first, gvisor, pause, rooms, rooms_on_disk, seccomp
 from lowtide.providers.local.bound import Bound
 from lowtide.providers.local.create import Launch, Room
 from lowtide.providers.local.enter import Entrance, Known
-from lowtide.providers.local.ports import Forwarder
+from lowtide.providers.local.file_calls import FileCalls
+from lowtide.providers.local.gvisor_calls import GvisorCalls
 from lowtide.providers.local.prerequisites import Prerequisites
 from lowtide.providers.local.process import gone
 from lowtide.providers.local.sandbox_directory import (
@@ -68,6 +69,7 @@ class LocalProvider:
             Capability.NETWORK_FULL,
             Capability.NETWORK_ALLOW,
             Capability.NETWORK_PORTS,
+            Capability.GVISOR,  # where runsc is installed
             Capability.PORTS,
             Capability.SNAPSHOT,
             Capability.PAUSE,
@@ -84,13 +86,16 @@ class LocalProvider:
     ) -> None:
         self.home = home / "local"
         self._environ = {
-            key: value for key in ("LOWTIDE_HOME", "LOWTIDE_BWRAP") if (value := environ.get(key)) is not None
+            key: value
+            for key in ("LOWTIDE_HOME", "LOWTIDE_BWRAP", "LOWTIDE_RUNSC")
+            if (value := environ.get(key)) is not None
         }
         self._environ["LOWTIDE_HOME"] = str(home)
         self._prerequisites = Prerequisites(self.home, self._environ, options)
         self._entrance = Entrance(self._prerequisites, self._directory)
         self._rooms = rooms.Rooms(self._prerequisites)
-        self._forwarders: dict[tuple[str, int], tuple[Forwarder, int]] = {}
+        self._file_calls = FileCalls(self._entrance)
+        self._gvisor_calls = GvisorCalls(self._entrance, self._prerequisites.owner)
 
     @property
     def images(self) -> ImageStore:
@@ -128,6 +133,9 @@ class LocalProvider:
                     feature="architecture",
                     alternative="the docker provider",
                 )
+            if spec.isolation is not None:
+                gvisor.check(spec)
+                self._prerequisites.runsc  # noqa: B018 - says what to install
             client = await self._prerequisites.start()
             base_layers = await self._prerequisites.base_layers(spec)
         launch = Launch(self._prerequisites, client, directory, spec, base_layers)
@@ -141,6 +149,11 @@ class LocalProvider:
                 launch.furnish()
                 inner = await launch.run()
             self._know(launch, inner, room)
+            if launch.key is not None and inner.start_time:
+                try:
+                    await self._gvisor_calls.wait_ready(directory.sandbox_id)
+                except SandboxGone:
+                    inner = ProcessMark(inner.pid, 0)  # its main command has ended already
             if spec.network is not None and spec.network.allow and inner.start_time:
                 from lowtide.providers.local import network
 
@@ -168,6 +181,7 @@ class LocalProvider:
             network=launch.network,
             groups=[str(group.path) for group in launch.groups],
             command_starter=room.command_starter if room is not None else None,
+            key=launch.key,
         )
         self._entrance.add(launch.directory.sandbox_id, known)
 
@@ -218,25 +232,40 @@ class LocalProvider:
         if not valid_id(sandbox_id):
             return False  # nothing can have this id
         directory = self._directory(sandbox_id)
+        grace_seconds = await self._grace_left(directory, grace_seconds)
         self._entrance.forget(sandbox_id)
-        for key in [key for key in self._forwarders if key[0] == sandbox_id]:
-            self._forwarders.pop(key)[0].close()
+        self._file_calls.forget_calls(sandbox_id)
+        self._gvisor_calls.forget_calls(sandbox_id)
         ended = await destroy.destroy_on_loop(directory, self.home / "trash", grace_seconds)
         asyncio.get_running_loop().call_later(_AFTER_END_SECONDS, self._prepare, self._prerequisites.client)
         return ended
 
+    async def _grace_left(self, directory: SandboxDirectory, grace_seconds: float) -> float:
+        """What is not used up yet: gVisor's processes are not the ones to be asked, so those inside were."""
+        if grace_seconds > 0 and (directory.spec() or {}).get("isolation"):
+            await self._gvisor_calls.ask_to_end(directory.sandbox_id, grace_seconds)
+            return 0.0
+        return grace_seconds
+
     def _destroy(self, directory: SandboxDirectory, grace_seconds: float) -> bool:
         return destroy.destroy(directory, self.home / "trash", grace_seconds)
 
-    # ------------------------------------------------------------ commands
+    # ------------------------------------------------------------ commands, files, ports
+
+    def _calls(self, sandbox_id: str) -> FileCalls | GvisorCalls:
+        """Whoever answers for this sandbox. Raises SandboxGone; with gVisor around it, a pause is one of all."""
+        if self._entrance.known(sandbox_id).key is None:
+            return self._file_calls
+        self._entrance.awake(sandbox_id)
+        return self._gvisor_calls
 
     async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> ProcessHandle:
+        if self._entrance.known(sandbox_id).key is not None:
+            return await self._gvisor_calls.start_process(sandbox_id, spec)
         return await self._entrance.start_process(sandbox_id, spec)
 
-    # ------------------------------------------------------------ files, ports
-
     async def read_file(self, sandbox_id: str, path: str) -> AsyncIterator[bytes]:
-        async for chunk in files.read_file(self._entrance.inside(sandbox_id), _absolute(path)):
+        async for chunk in self._calls(sandbox_id).read_file(sandbox_id, _absolute(path)):
             yield chunk
 
     async def write_file(
@@ -248,40 +277,41 @@ class LocalProvider:
         size: int | None = None,
         mode: int | None = None,
     ) -> int:
-        return await files.write_file(self._entrance.inside(sandbox_id), _absolute(path), chunks, mode)
+        calls = self._calls(sandbox_id)
+        return await calls.write_file(sandbox_id, _absolute(path), chunks, size=size, mode=mode)
 
     async def write_file_at(
         self, sandbox_id: str, path: str, chunks: AsyncIterable[bytes], *, mode: int, modified: float
     ) -> int:
-        inside = self._entrance.inside(sandbox_id)
-        return await files.write_file(inside, _absolute(path), chunks, mode, modified)
+        calls = self._calls(sandbox_id)
+        return await calls.write_file_at(sandbox_id, _absolute(path), chunks, mode=mode, modified=modified)
 
     async def read_into(self, sandbox_id: str, path: str, descriptor: int) -> int:
-        return await files.read_into(self._entrance.inside(sandbox_id), _absolute(path), descriptor)
+        return await self._calls(sandbox_id).read_into(sandbox_id, _absolute(path), descriptor)
 
     async def write_from(
         self, sandbox_id: str, path: str, descriptor: int, *, mode: int | None = None
     ) -> int:
-        return await files.write_from(self._entrance.inside(sandbox_id), _absolute(path), descriptor, mode)
+        return await self._calls(sandbox_id).write_from(sandbox_id, _absolute(path), descriptor, mode=mode)
 
     async def stat(self, sandbox_id: str, path: str) -> FileEntry:
-        return await files.stat(self._entrance.inside(sandbox_id), _absolute(path))
+        return await self._calls(sandbox_id).stat(sandbox_id, _absolute(path))
 
     async def list_dir(self, sandbox_id: str, path: str) -> Sequence[FileEntry]:
-        return await files.list_dir(self._entrance.inside(sandbox_id), _absolute(path))
+        return await self._calls(sandbox_id).list_dir(sandbox_id, _absolute(path))
 
     async def make_dir(self, sandbox_id: str, path: str) -> None:
-        await files.simple(self._entrance.inside(sandbox_id), "make_dir", _absolute(path))
+        await self._calls(sandbox_id).make_dir(sandbox_id, _absolute(path))
 
     async def remove(self, sandbox_id: str, path: str, *, recursive: bool) -> None:
-        await files.simple(self._entrance.inside(sandbox_id), "remove", _absolute(path), recursive=recursive)
+        await self._calls(sandbox_id).remove(sandbox_id, _absolute(path), recursive=recursive)
 
     async def read_tree(self, sandbox_id: str, path: str) -> AsyncIterator[bytes]:
-        async for chunk in files.read_tree(self._entrance.inside(sandbox_id), _absolute(path)):
+        async for chunk in self._calls(sandbox_id).read_tree(sandbox_id, _absolute(path)):
             yield chunk
 
     async def write_tree(self, sandbox_id: str, path: str, chunks: AsyncIterable[bytes]) -> None:
-        await files.write_tree(self._entrance.inside(sandbox_id), _absolute(path), chunks)
+        await self._calls(sandbox_id).write_tree(sandbox_id, _absolute(path), chunks)
 
     async def url(self, sandbox_id: str, port: int) -> Url:
         known = self._entrance.known(sandbox_id)
@@ -289,21 +319,25 @@ class LocalProvider:
             raise gone(sandbox_id)
         if known.network:
             return Url(url=f"http://127.0.0.1:{port}")
-        entry = self._forwarders.get((sandbox_id, port))
-        if entry is None:
-            forwarder = Forwarder(self._entrance.inside(sandbox_id), port)
-            entry = self._forwarders[sandbox_id, port] = (forwarder, await forwarder.start())
-        return Url(url=f"http://127.0.0.1:{entry[1]}")
+        host, port = await self._calls(sandbox_id).forward(sandbox_id, port)
+        return Url(url=f"http://{host}:{port}")
 
     # ------------------------------------------------------------ pause, snapshots
 
     async def pause(self, sandbox_id: str) -> None:
-        inner = self._entrance.known(sandbox_id).inner
-        await asyncio.to_thread(self._while_alive, pause.pause, sandbox_id, inner)
+        await self._pause_or_resume(sandbox_id, pause.pause, "pause")
 
     async def resume(self, sandbox_id: str) -> None:
-        inner = self._entrance.known(sandbox_id).inner
-        await asyncio.to_thread(self._while_alive, pause.resume, sandbox_id, inner)
+        await self._pause_or_resume(sandbox_id, pause.resume, "resume")
+
+    async def _pause_or_resume(
+        self, sandbox_id: str, work: Callable[[SandboxDirectory, ProcessMark], None], word: str
+    ) -> None:
+        known = self._entrance.known(sandbox_id)
+        if known.key is None:
+            await asyncio.to_thread(self._while_alive, work, sandbox_id, known.inner)
+        else:
+            await self._gvisor_calls.pause(sandbox_id, self._directory(sandbox_id), word)
 
     def _while_alive(
         self, work: Callable[[SandboxDirectory, ProcessMark], None], sandbox_id: str, inner: ProcessMark
@@ -335,6 +369,7 @@ class LocalProvider:
         if spec["disk"]:
             taken = await self.snapshot(sandbox_id, name)
         else:
+            grace_seconds = await self._grace_left(directory, grace_seconds)
             taken = await asyncio.to_thread(self._stop_and_take, directory, spec, name, grace_seconds)
         await self.destroy(sandbox_id)
         return taken
@@ -352,9 +387,8 @@ class LocalProvider:
         return await asyncio.to_thread(self.snapshots.names)
 
     async def aclose(self) -> None:
-        for forwarder, _ in self._forwarders.values():
-            forwarder.close()
-        self._forwarders.clear()
+        self._file_calls.end_calls()
+        self._gvisor_calls.end_calls()
         await self._rooms.aclose()
         self._prerequisites.close()
         self._entrance.close()

@@ -46,7 +46,7 @@ def tests(under_test: ProviderUnderTest) -> dict[str, Any]:
     A capability the provider declares is tested, one it does not declare is tested to be refused;
     the other test of the two is not there.
     """
-    declared = registry.provider_class(under_test.name).capabilities
+    declared = registry.provider_class(under_test.name).capabilities - under_test.without
 
     @pytest.fixture(scope="module")
     def provider_under_test() -> ProviderUnderTest:

@@ -70,6 +70,8 @@ def run_command(message: Message, fds: Fds) -> None:
         for target, fd in enumerate([fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in stdio]):
             os.dup2(fd, target, inheritable=True)
         trouble = 126
+        if message.get("whole"):
+            run_whole(message)
         environment = dict(message["env"])
         uid, gid = 0, 0
         if message["user"] is not None:
@@ -100,6 +102,15 @@ def run_command(message: Message, fds: Fds) -> None:
             trouble = 126
         complain(2, error)
     os._exit(trouble)
+
+
+def run_whole(message: Message) -> None:
+    """A program of this machine's in the namespaces, with every right over them: for what holds gVisor's container."""
+    os.setresgid(0, 0, 0)
+    os.setresuid(0, 0, 0)
+    os.chdir("/")
+    default_signals()
+    execute(message["argv"], {})
 
 
 def execute(argv: list[str], environment: dict[bytes, bytes]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import binascii
 import errno
 import fcntl
 import json
@@ -174,6 +175,7 @@ def become_bwrap(message: Message, stderr: int, info: int, namespace: int, ready
         config.elf_fd,
         status,
         args,
+        *map(memory, message.get("files", ())),
     )
     copies = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in wanted]
     for target, fd in enumerate(copies):
@@ -192,6 +194,16 @@ def become_bwrap(message: Message, stderr: int, info: int, namespace: int, ready
     # them means something to bwrap's own loader.
     kept = {KEPT + os.fsencode(name): os.fsencode(value) for name, value in message["environment"].items()}
     os.execve(message["bwrap"], argv, kept)  # noqa: S606
+
+
+def memory(data: str) -> int:
+    """What bwrap copies into a file of the new namespaces, so that it is on no disk."""
+    fd = os.memfd_create("file", os.MFD_CLOEXEC)
+    view = memoryview(binascii.a2b_base64(data))
+    while view:
+        view = view[os.write(fd, view) :]
+    os.lseek(fd, 0, 0)
+    return fd
 
 
 def joined(arguments: list[str]) -> bytes:
