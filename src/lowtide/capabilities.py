@@ -33,7 +33,7 @@ _INSTEAD = {
     Capability.NETWORK_FULL: "leave network out",
     Capability.NETWORK_ALLOW: "use network='none' or network='full'",
     Capability.NETWORK_PORTS: "name the host or range without a port, or use the local provider",
-    Capability.GVISOR: "use docker or kubernetes with gVisor's runtime (runsc), or a provider with machines of its own",
+    Capability.GVISOR: "use local, docker or kubernetes with gVisor (runsc), or a provider with machines of its own",
     Capability.PORTS: "talk to the program through exec() and files",
     Capability.SNAPSHOT: "download() what you need and upload() it into the next sandbox",
     Capability.PAUSE: "snapshot() and start from it later, or leave it running",
@@ -46,15 +46,19 @@ def check(settings: SandboxDefaults) -> None:
     provider = registry.provider_class(chosen) if isinstance(chosen, str) else type(chosen)
     validate.provider_options(provider, settings.provider_options)
     for argument, capability in _asked_for(settings):
-        require(provider, capability, argument)
+        require(provider, capability, argument, settings.isolation)
 
 
-def require(provider: Provider | type[Provider], capability: Capability, argument: str) -> None:
-    if capability in provider.capabilities:
+def require(
+    provider: Provider | type[Provider], capability: Capability, argument: str, isolation: str | None = None
+) -> None:
+    lost = isolation is not None and capability in provider.traits.gvisor_lacks
+    if capability in provider.capabilities and not lost:
         return
     alternative = _INSTEAD.get(capability, "choose another provider")
+    together = f" together with isolation={isolation!s}" if lost else ""
     raise UnsupportedError(
-        f"provider {provider.name!r} cannot do {capability.value!r}, which {argument} asks for; {alternative}",
+        f"provider {provider.name!r} cannot do {capability.value!r}{together}, which {argument} asks for; {alternative}",
         argument=argument,
         provider=provider.name,
         feature=capability.value,

@@ -161,4 +161,4 @@ class SandboxCommands:
         from lowtide.providers.base import Capability
 
         wanted: Capability = Capability[capability]
-        capabilities.require(self._life.connect(), wanted, argument)
+        capabilities.require(self._life.connect(), wanted, argument, self._life.settings.isolation)

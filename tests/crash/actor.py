@@ -19,6 +19,8 @@ from lowtide import Sandbox, Session, results
 
 PROVIDER, SCENARIO, COUNT = sys.argv[1], sys.argv[2], int(sys.argv[3])
 OPTIONS = {"provider": PROVIDER, "tags": ["crash"]}
+if "ACTOR_ISOLATION" in os.environ:
+    OPTIONS["isolation"] = os.environ["ACTOR_ISOLATION"]
 
 faulthandler.register(signal.SIGUSR1)  # a test that waits in vain asks where everybody is
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Iterator
 
 import pytest
 from tests.container_engine import needs_docker
-from tests.escape.attempt import PROVIDERS, Attempt, LeftOut, Target, everything
+from tests.escape.attempt import GVISOR, Attempt, LeftOut, Target, everything
 from tests.kubernetes_node import IMAGE, needs_node
 from tests.ordinary_user import ROOT, OrdinaryUser, why_not
 
-MARKS = {"local": [], "docker": needs_docker, "kubernetes": needs_node}
+MARKS = {
+    "local": [],
+    "docker": needs_docker,
+    "kubernetes": needs_node,
+    GVISOR: [pytest.mark.skipif(shutil.which("runsc") is None, reason="runsc is not installed")],
+}
 
 
 @pytest.fixture(scope="module")
 def targets() -> Iterator[dict[str, Target]]:
-    made = {name: Target(name, None if name == "local" else IMAGE) for name in PROVIDERS}
+    made = {name: Target(name, None if name in ("local", GVISOR) else IMAGE) for name in MARKS}
     yield made
     for target in made.values():
         target.__exit__()
@@ -26,9 +32,9 @@ def targets() -> Iterator[dict[str, Target]]:
     ("provider", "one"),
     [
         pytest.param(provider, one, id=f"{provider}-{one.name}", marks=MARKS[provider])
-        for provider in PROVIDERS
+        for provider in MARKS
         for one in everything()
-        if provider in one.providers
+        if one.applies(provider)
     ],
 )
 def test_it_holds(targets: dict[str, Target], provider: str, one: Attempt) -> None:

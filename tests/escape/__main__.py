@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -12,14 +13,16 @@ from pathlib import Path
 
 from benchmarks import state
 
-from tests.escape.attempt import PROVIDERS, Attempt, LeftOut, Target, everything
+from tests.escape.attempt import GVISOR, PROVIDERS, Attempt, LeftOut, Target, everything
 
 ROOT = Path(__file__).parents[2]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.escape", description=__doc__)
-    parser.add_argument("--provider", action="append", choices=PROVIDERS, help="default: all that are there")
+    parser.add_argument(
+        "--provider", action="append", choices=(*PROVIDERS, GVISOR), help="default: all that are there"
+    )
     parser.add_argument("--only", default="", help="attempts with this in their name")
     parser.add_argument("--list", action="store_true", help="say what there is, and try nothing")
     parser.add_argument("--as-user", action="store_true", help="on local, as an ordinary user too")
@@ -33,16 +36,18 @@ def main() -> int:
     home = Path(tempfile.mkdtemp(prefix="escape-", dir="/tmp"))
     os.environ.setdefault("LOWTIDE_HOME", str(home))
     try:
-        for provider in arguments.provider or PROVIDERS:
+        for provider in arguments.provider or (*PROVIDERS, GVISOR):
             missing = why_not(provider)
             if missing is not None:
                 print(f"left out: {provider}: {missing}", flush=True)
                 continue
             image = (
-                None if provider == "local" else os.environ.get("LOWTIDE_TEST_IMAGE", "lowtide-test:latest")
+                None
+                if provider in ("local", GVISOR)
+                else os.environ.get("LOWTIDE_TEST_IMAGE", "lowtide-test:latest")
             )
             with Target(provider, image) as target:
-                out += sum(say(one, target) for one in attempts if provider in one.providers)
+                out += sum(say(one, target) for one in attempts if one.applies(provider))
     finally:
         state.end(home)
     if arguments.as_user and os.geteuid() == 0:
@@ -70,6 +75,8 @@ def why_not(provider: str) -> str | None:
 
     if provider == "docker" and not container_engine.answers(container_engine.DOCKER):
         return "no Docker engine answers"
+    if provider == GVISOR and shutil.which("runsc") is None:
+        return "runsc is not installed"
     return kubernetes_node.missing() if provider == "kubernetes" else None
 
 
@@ -82,7 +89,9 @@ def as_ordinary_user(only: str) -> int:
         return 0
     with OrdinaryUser() as user:
         done = subprocess.run(
-            user.command("-m", "tests.escape", "--provider", "local", "--only", only), cwd=ROOT, check=False
+            user.command("-m", "tests.escape", "--provider", "local", "--provider", GVISOR, "--only", only),
+            cwd=ROOT,
+            check=False,
         )
     return min(done.returncode, 1)
 

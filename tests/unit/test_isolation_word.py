@@ -20,7 +20,7 @@ def test_an_unknown_wall_is_refused() -> None:
     assert SandboxDefaults(isolation="gvisor").isolation is Isolation.GVISOR
 
 
-@pytest.mark.parametrize("provider", ["local", "e2b", "daytona"])
+@pytest.mark.parametrize("provider", ["modal", "e2b", "daytona"])
 def test_a_provider_without_it_is_named_before_anything_is_made(provider: str) -> None:
     with pytest.raises(UnsupportedError) as caught:
         Sandbox.run(provider=provider, isolation="gvisor")

@@ -14,6 +14,7 @@ _ENVIRONMENT_ONLY: dict[str, Any] = {
     "LOWTIDE_LEASE_SECONDS": 300,
     "LOWTIDE_EXIT_SECONDS": 30,
     "LOWTIDE_BWRAP": None,
+    "LOWTIDE_RUNSC": None,
     "LOWTIDE_DEBUG": None,
 }
 

@@ -79,6 +79,8 @@ class Traits:
     Always finite on a hosted service."""
     recovery_options: tuple[str, ...] = ()
     """The fields of `SandboxSpec.options` without which `find` does not see what a create made. Plain values."""
+    gvisor_lacks: frozenset[Capability] = frozenset()
+    """Of the capabilities: what goes not together with isolation="gvisor"."""
 
 
 class SandboxState(enum.StrEnum):

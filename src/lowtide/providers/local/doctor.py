@@ -135,17 +135,15 @@ def _allow_list() -> Check:
 
 
 def _gvisor() -> Check:
-    """A wall this machine can have, though not by the local provider."""
-    found = shutil.which("runsc")
+    """A second wall that this machine can have."""
+    found = os.environ.get("LOWTIDE_RUNSC") or shutil.which("runsc")
     return Check(
         name="gvisor",
         ok=found is not None,
-        why=f"{found}: isolation='gvisor' through docker or kubernetes, once they know it"
+        why=f"{found}: isolation='gvisor'; through docker or kubernetes once they know it"
         if found
         else "runsc is not installed; the walls here are namespaces, seccomp and control groups",
-        fix=None
-        if found
-        else "install gVisor (Debian: apt install runsc), then isolation='gvisor' with docker",
+        fix=None if found else "install gVisor (Debian: apt install runsc), then isolation='gvisor'",
         needed=False,
     )
 

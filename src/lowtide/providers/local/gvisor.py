@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lowtide.errors import MissingDependencyError, UnsupportedError, ValidationError
-from lowtide.providers.base import NetworkMode, SandboxSpec
+from lowtide.providers.base import Capability, NetworkMode, SandboxSpec
 from lowtide.providers.inside import program
 from lowtide.providers.local import bwrap
 from lowtide.providers.local.python_trees import ReadOnlyTree
@@ -51,23 +51,32 @@ def find(environ: Mapping[str, str]) -> str:
     return os.path.realpath(found)
 
 
+LACKS = frozenset(
+    {
+        Capability.NETWORK_FULL,  # gVisor has a network of its own, and none is set up for it
+        Capability.NETWORK_ALLOW,
+        Capability.NETWORK_PORTS,
+        Capability.PIDS_LIMIT,  # gVisor counts none, and its own processes are not the sandbox's
+        Capability.TTY,  # Ctrl+C and a new size reach nobody: gVisor's terminals send no signals
+    }
+)
+
+
 def check(spec: SandboxSpec) -> None:
-    """Refuse what does not go together with it, before anything is made."""
+    """Refuse what does not go together with it, for whoever comes past the checks of the public surface."""
     if spec.network is not None and spec.network.mode is not NetworkMode.NONE:
-        what = "an allow-list" if spec.network.mode is NetworkMode.ALLOW else "network='full'"
-        feature = f"network-{spec.network.mode.value}"
-        raise _together(what, feature, "network='none', or this network without the isolation")
+        raise together(f"network-{spec.network.mode.value}", "network='none', or no isolation")
     if spec.limits.pids is not None:
-        raise _together("a limit on processes", "pids-limit", "a memory limit, which bounds them too")
+        raise together(Capability.PIDS_LIMIT.value, "a memory limit, which bounds them too")
     if program.KEY in spec.environment:
         raise ValidationError(
             f"{program.KEY} is lowtide's own", argument="environment_variables", provider="local"
         )
 
 
-def _together(what: str, feature: str, alternative: str) -> UnsupportedError:
+def together(feature: str, alternative: str) -> UnsupportedError:
     return UnsupportedError(
-        f"the local provider cannot do {what} and isolation='gvisor' together",
+        f"the local provider cannot do {feature!r} together with isolation='gvisor'; {alternative}",
         provider="local",
         argument="isolation",
         feature=feature,

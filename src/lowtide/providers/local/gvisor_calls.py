@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 from lowtide.errors import LowtideError, SandboxFailedError, SandboxUnavailableError, ValidationError
-from lowtide.providers.base import STDOUT, ProcessHandle, ProcessSpec
+from lowtide.providers.base import STDOUT, Capability, ProcessHandle, ProcessSpec
 from lowtide.providers.inside import Clients
 from lowtide.providers.inside.calls import Calls
 from lowtide.providers.local import gvisor
@@ -46,6 +46,8 @@ class GvisorCalls(Calls):
 
     async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> ProcessHandle:
         known = self._entrance.awake(sandbox_id)
+        if spec.tty is not None:
+            raise gvisor.together(Capability.TTY.value, "run the command without tty=True")
         if self._owner is None and spec.user not in (None, "root", "0"):
             raise ValidationError(
                 f"an ordinary user's sandbox has only the user root, and not {spec.user}",

@@ -77,7 +77,11 @@ class LocalProvider:
         }
     )
     traits: ClassVar[Traits] = Traits(
-        recovery=Recovery.BY_NAME, create_window_seconds=2.0, outlives_machine=False, light=True
+        recovery=Recovery.BY_NAME,
+        create_window_seconds=2.0,
+        outlives_machine=False,
+        light=True,
+        gvisor_lacks=gvisor.LACKS,
     )
     options_type: ClassVar[type | None] = None
 
