@@ -95,7 +95,7 @@ def test_another_process_uses_it_and_may_end_it() -> None:
             "import sys; from lowtide import Sandbox\n"
             "box = Sandbox.from_id(sys.argv[1], provider='local').result(60)\n"
             "print(box.exec(['cat', '/root/x']).result(60).stdout)\n"
-            "box.stop().result(60)"
+            "Sandbox.delete(sys.argv[1], provider='local').result(60)"
         )
         done = subprocess.run(
             [sys.executable, "-c", code, box.sandbox_id or ""], capture_output=True, text=True, check=False

@@ -75,10 +75,13 @@ class Entrance:
         if known.command_starter is not None:
             dismiss_when_idle(known)
 
-    def forget(self, sandbox_id: str) -> None:
+    def forget(self, sandbox_id: str) -> ProcessMark | None:
+        """Its process 1, as far as it is known here."""
         known = self._known.pop(sandbox_id, None)
-        if known is not None:
-            _dismiss(known)
+        if known is None:
+            return None
+        _dismiss(known)
+        return known.inner
 
     def known(self, sandbox_id: str) -> Known:
         """Raises SandboxGone."""

@@ -237,10 +237,14 @@ class LocalProvider:
             return False  # nothing can have this id
         directory = self._directory(sandbox_id)
         grace_seconds = await self._grace_left(directory, grace_seconds)
-        self._entrance.forget(sandbox_id)
+        inner = self._entrance.forget(sandbox_id)
         self._file_calls.forget_calls(sandbox_id)
         self._gvisor_calls.forget_calls(sandbox_id)
         ended = await destroy.destroy_on_loop(directory, self.home / "trash", grace_seconds)
+        if not ended and inner is not None and inner.alive():
+            # Somebody has removed its directory and not the sandbox.
+            await asyncio.to_thread(destroy.kill, None, inner, sandbox_id)
+            ended = True
         asyncio.get_running_loop().call_later(_AFTER_END_SECONDS, self._prepare, self._prerequisites.client)
         return ended
 

@@ -8,7 +8,9 @@ typedef unsigned long ul;
 #if defined(__x86_64__)
 #define NR_read 0
 #define NR_write 1
+#define NR_fstat 5
 #define NR_rt_sigaction 13
+#define NR_rt_sigprocmask 14
 #define NR_clone 56
 #define NR_execve 59
 #define NR_wait4 61
@@ -18,6 +20,7 @@ typedef unsigned long ul;
 #define NR_exit_group 231
 #define NR_mkdirat 258
 #define NR_ppoll 271
+#define NR_signalfd4 289
 #define NR_dup3 292
 #define NR_prlimit64 302
 static inline long sys(long n, long a, long b, long c, long d, long e) {
@@ -35,8 +38,11 @@ __asm__(".globl _start\n_start: mov %rsp,%rdi\n and $-16,%rsp\n call begin\n");
 #define NR_read 63
 #define NR_write 64
 #define NR_ppoll 73
+#define NR_signalfd4 74
+#define NR_fstat 80
 #define NR_exit_group 94
 #define NR_rt_sigaction 134
+#define NR_rt_sigprocmask 135
 #define NR_setsid 157
 #define NR_prctl 167
 #define NR_clone 220
@@ -57,7 +63,9 @@ __asm__(".globl _start\n_start: mov x0,sp\n bl begin\n");
 #endif
 #define NR_close_range 436
 
-#define READY 6 /* as the spawner leaves it open */
+#define READY 6 /* as the spawner leaves them open */
+#define PLACE 10 /* a file of the sandbox's directory, which cannot be read or written by it */
+#define LOOK_SECONDS 5
 #define HERE -100
 #define MISSING(error) ((error) == -2 || (error) == -20) /* ENOENT, ENOTDIR */
 
@@ -88,6 +96,24 @@ static void make_directory(char *path) {
   }
   sys(NR_mkdirat, HERE, (long)path, 0755, 0, 0);
   if (sys(NR_chdir, (long)path, 0, 0, 0, 0) < 0) fail("lowtide: the working directory cannot be made or entered\n");
+}
+
+/* Whoever removes the state directory takes with it all that says what this is: nobody could end it then but itself. */
+static void leave_without_place(void) {
+  unsigned stat[64];
+  if (sys(NR_fstat, PLACE, (long)stat, 0, 0, 0) < 0) return;
+#if defined(__x86_64__)
+  if (*(ul *)(stat + 4) == 0) leave(0);
+#else
+  if (stat[5] == 0) leave(0);
+#endif
+}
+
+/* Until `fd` (none: -1) is readable, or it is time to look. */
+static void sleep_a_while(int fd) {
+  struct { int fd; short events, revents; } one = {fd, 1, 0};
+  long moment[2] = {LOOK_SECONDS, 0};
+  sys(NR_ppoll, (long)&one, 1, (long)moment, 0, 0);
 }
 
 /* Execute what is found along `dirs`. Comes back with why not. */
@@ -134,7 +160,9 @@ __attribute__((noreturn, used)) void begin(long *stack) {
   limit[0] = limit[1] = number(argv[2]);
   if (limit[0]) sys(NR_prlimit64, 0, 6, (long)limit, 0, 0); /* here and not earlier: counted per user namespace */
   sys(NR_close_range, 3, READY - 1, 0, 0, 0);
-  sys(NR_close_range, READY + 1, 0x7fffffff, 0, 0, 0);
+  sys(NR_close_range, READY + 1, PLACE - 1, 0, 0, 0);
+  sys(NR_close_range, PLACE, PLACE, 4, 0, 0); /* on exec */
+  sys(NR_close_range, PLACE + 1, 0x7fffffff, 0, 0, 0);
   sys(NR_dup3, 1, 2, 0, 0, 0);
   if (mode != 'r') {
     ul ignore[4] = {1, 0, 0, 0}; /* SIGCHLD ignored: the kernel reaps what is left to process 1 */
@@ -142,11 +170,18 @@ __attribute__((noreturn, used)) void begin(long *stack) {
     sys(NR_write, READY, (long)&mark, 1, 0, 0);
     if (mode == 'w' && sys(NR_read, READY, (long)&mark, 1, 0, 0) != 1) leave(0);
     sys(NR_close_range, READY, READY, 0, 0, 0);
-    for (;;) sys(NR_ppoll, 0, 0, 0, 0, 0);
+    for (;;) {
+      sleep_a_while(-1);
+      leave_without_place();
+    }
   }
   sys(NR_write, READY, (long)&mark, 1, 0, 0);
+  ul ended = 1UL << 16, before = 0; /* SIGCHLD */
+  sys(NR_rt_sigprocmask, 0, (long)&ended, (long)&before, 8, 0);
+  long news = sys(NR_signalfd4, -1, (long)&ended, 8, 02000000 | 04000, 0); /* close-on-exec, without waiting */
   long child = sys(NR_clone, 17, 0, 0, 0, 0);
   if (child == 0) {
+    sys(NR_rt_sigprocmask, 2, (long)&before, 0, 8, 0);
     sys(NR_setsid, 0, 0, 0, 0, 0);
     sys(NR_close_range, READY, READY, 4, 0, 0); /* on exec */
     long failure = search(argv + 5, envp, argv[4]);
@@ -157,8 +192,13 @@ __attribute__((noreturn, used)) void begin(long *stack) {
   sys(NR_close_range, READY, READY, 0, 0, 0);
   for (;;) {
     int status = 0;
-    long ended = sys(NR_wait4, -1, (long)&status, 0, 0, 0);
-    if (ended == child) leave(status & 0x7f ? 128 + (status & 0x7f) : (status >> 8) & 0xff);
-    if (ended == -10) leave(1); /* ECHILD: it could not be made */
+    char info[128];
+    long gone = sys(NR_wait4, -1, (long)&status, news < 0 ? 0 : 1, 0, 0); /* WNOHANG */
+    if (gone == child) leave(status & 0x7f ? 128 + (status & 0x7f) : (status >> 8) & 0xff);
+    if (gone == -10) leave(1); /* ECHILD: it could not be made */
+    if (gone != 0) continue;
+    sleep_a_while((int)news);
+    while (sys(NR_read, news, (long)info, sizeof info, 0, 0) > 0) {}
+    leave_without_place();
   }
 }

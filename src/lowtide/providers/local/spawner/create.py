@@ -21,8 +21,8 @@ from .restrictions import default_signals, first_limits
 from .set_up import stage_as_user, write_maps
 from .wire import Fds, Message, complain, receive
 
-# The descriptors bwrap and the sandbox's first process find open. The first process knows READY and SELF.
-INFO, NAMESPACE, SECCOMP, READY, SELF, STATUS, ARGS = 3, 4, 5, 6, 7, 8, 9
+# The descriptors bwrap and the sandbox's first process find open. The first process knows READY, SELF and PLACE.
+INFO, NAMESPACE, SECCOMP, READY, SELF, STATUS, ARGS, PLACE = 3, 4, 5, 6, 7, 8, 9, 10
 KEPT = b"+"  # before the names of the sandbox's environment, as the outer bwrap holds it
 
 # Of 128 instances and some 10,000 watches or marks that a user has on the whole machine.
@@ -162,6 +162,9 @@ def become_bwrap(message: Message, stderr: int, info: int, namespace: int, ready
     os.write(args, joined(message["args"]))
     os.lseek(args, 0, 0)
     status = os.open(f"{place}/status", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    own = os.open(
+        f"{place}/status", os.O_PATH | os.O_CLOEXEC
+    )  # without a link when the directory was removed
     seccomp = os.open(f"/proc/self/fd/{config.seccomp_fd}", os.O_RDONLY)  # its own offset
     null = os.open("/dev/null", os.O_RDWR)
     wanted = (
@@ -175,6 +178,7 @@ def become_bwrap(message: Message, stderr: int, info: int, namespace: int, ready
         config.elf_fd,
         status,
         args,
+        own,
         *map(memory, message.get("files", ())),
     )
     copies = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in wanted]
