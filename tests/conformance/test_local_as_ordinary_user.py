@@ -31,6 +31,7 @@ def user() -> Iterator[OrdinaryUser]:
         "tests/e2e/test_isolation_local.py",
         "tests/e2e/test_isolation_host_local.py",
         "tests/e2e/test_isolation_files_local.py",
+        "tests/e2e/test_gvisor_local.py",
         pytest.param("tests/e2e/test_isolation_exhaustion_local.py", marks=pytest.mark.alone),
     ],
 )
