@@ -138,6 +138,14 @@ def test_its_lifetime_needs_neither_owner_nor_guardian(tmp_path: Path) -> None:
         while processes_of(sandbox_id):
             assert time.monotonic() - began < 8 * 2 + stalls.seconds(), "it outlived its lifetime"
             stalls.sleep(0.1)
+        # Its directory waits for the next lowtide process.
+        subprocess.run(
+            [sys.executable, "-m", "lowtide", "sweep"],
+            env=dict(world.environ),
+            capture_output=True,
+            check=True,
+        )
+        assert world.existing() == set()
     finally:
         owner.kill()
         owner.wait()

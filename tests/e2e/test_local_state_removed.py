@@ -7,10 +7,13 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.crash.stalls import Stalls
+
+from lowtide.providers.local import bound_groups
 
 LOOK_SECONDS = 5.0  # as first.c has it
 FACTOR = 3.0
@@ -42,9 +45,15 @@ def _run(home: Path, command: str, how: str) -> tuple[list[int], bool]:
     return [int(outer), int(inner)], alive == "True"
 
 
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "home"
+    # Nobody is left to know of the empty groups around its sandboxes.
+    bound_groups.release(bound_groups.left_over(tmp_path / "home" / "local"), 5.0)
+
+
 @pytest.mark.parametrize("command", ["", "sleep 600"], ids=["idle", "main-command"])
-def test_it_ends_by_itself(tmp_path: Path, command: str) -> None:
-    home = tmp_path / "home"
+def test_it_ends_by_itself(home: Path, tmp_path: Path, command: str) -> None:
     pids, _ = _run(home, command, "kill")
     began, stalls = time.monotonic(), Stalls(tmp_path)
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
@@ -53,6 +62,6 @@ def test_it_ends_by_itself(tmp_path: Path, command: str) -> None:
         stalls.sleep(0.1)
 
 
-def test_whoever_made_it_can_still_end_it(tmp_path: Path) -> None:
-    _, alive = _run(tmp_path / "home", "", "stop")
+def test_whoever_made_it_can_still_end_it(home: Path) -> None:
+    _, alive = _run(home, "", "stop")
     assert not alive
