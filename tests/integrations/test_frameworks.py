@@ -25,7 +25,11 @@ def _frameworks() -> dict[str, tuple[str, str, list[str]]]:
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(SCRIPT.parent))  # where it finds what it imports, as when it is run
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(SCRIPT.parent))
     return dict(module.FRAMEWORKS)
 
 
