@@ -78,10 +78,27 @@ class LowtideSandboxSession(BaseSandboxSession):
     async def _prepare_backend_workspace(self) -> None:
         root = self.state.manifest.root
         try:
-            await self._sandbox.make_dir(str(root))
+            try:
+                await self._sandbox.make_dir(str(root))
+            except errors.SandboxPermissionError:
+                await self._make_as_root(str(root))
         except errors.LowtideError as error:
             raise WorkspaceStartError(path=Path(root), cause=error) from error
         self._root_is_there = True
+
+    async def _make_as_root(self, path: str) -> None:
+        """Make a directory that the sandbox's user may not make, and give it to that user.
+
+        The SDK's default, ``/workspace``, is one where commands do not run as root. Where nobody can give a file
+        away, it is open to all instead: nobody else is in the sandbox.
+        """
+        user = (await self._sandbox.exec(["id", "-u"], check=True)).stdout.strip()
+        script = 'mkdir -p -- "$1" && { chown -- "$2" "$1" 2>/dev/null || chmod 0777 -- "$1"; }'
+        make = ["sh", "-c", script, "sh", path, user]
+        try:
+            await self._sandbox.exec(make, user="root", check=True)
+        except errors.UnsupportedError:  # where commands have one user only, that user may become root
+            await self._sandbox.exec(["sudo", "-n", *make], check=True)
 
     async def _shutdown_backend(self) -> None:
         await self.end()
