@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
 from pathlib import Path
 
@@ -44,6 +46,30 @@ def environment(name: str, version: str, packages: list[str], extras: str | None
         must([str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *wanted])
     (place / "ready").touch()
     return python
+
+
+def source(package: str, version: str) -> Path:
+    """The unpacked source distribution, for the tests that only it has."""
+    place = CACHE / f"source-{package}-{version}"
+    if not place.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as new:
+            download = [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "-q",
+                "--disable-pip-version-check",
+                "--no-deps",
+            ]
+            must([*download, "--no-binary", package, "-d", new, f"{package}=={version}"])
+            (archive,) = Path(new).glob("*.tar.gz")
+            with tarfile.open(archive) as file:
+                file.extractall(Path(new, "all"), filter="data")
+            (whole,) = Path(new, "all").iterdir()
+            whole.rename(place)
+    return place
 
 
 def must(command: list[str]) -> None:

@@ -1,9 +1,13 @@
-"""smolagents: what its own suite asks of a remote executor, an agent's run, its page, and a kill -9 in the middle."""
+"""smolagents: the cases its own suite has for remote executors, an agent's run, its page, and a kill -9 in the middle."""
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +19,25 @@ from lowtide import Sandbox
 from lowtide.integrations.smolagents import LowtideExecutor
 from tests.integrations.suites.kills import READY, killed_in_the_middle, page_runs
 from tests.integrations.suites.own_home import PROVIDER
+
+
+def own_cases() -> Any:
+    """The class with the cases that all its executors share: in its source distribution, without the markers it imports."""
+    package = ModuleType("smolagents_tests")
+    package.__path__ = [os.environ["LOWTIDE_SUITE_TESTS"]]
+    utils, markers = ModuleType(f"{package.__name__}.utils"), ModuleType(f"{package.__name__}.utils.markers")
+    vars(markers)["require_run_all"] = lambda case: case
+    sys.modules |= {module.__name__: module for module in (package, utils, markers)}
+    return importlib.import_module(
+        f"{package.__name__}.test_remote_executors"
+    ).CommonDockerExecutorIntegration
+
+
+class TestOwnCases(own_cases()):  # type: ignore[misc]
+    @pytest.fixture
+    def custom_executor(self) -> Iterator[LowtideExecutor]:
+        with LowtideExecutor(provider=PROVIDER) as made:
+            yield made
 
 
 class Scripted(Model):
