@@ -40,17 +40,9 @@ if TYPE_CHECKING:
     from lowtide.lifecycle.lease import EndReport, Keep, Outcome
     from lowtide.operation import Operation, results, wait
     from lowtide.process import Process, ProcessResult, TerminalSession
-    from lowtide.providers.base import (
-        Capability,
-        CodeResult,
-        FileEntry,
-        FileKind,
-        Limits,
-        Network,
-        SandboxState,
-        Url,
-    )
+    from lowtide.providers.base import Capability, Limits, Network, SandboxState, Url
     from lowtide.providers.base import SandboxState as SandboxStatus
+    from lowtide.providers.optional import CodeResult, FileEntry, FileKind
     from lowtide.sandbox import Sandbox
     from lowtide.session import Session
     from lowtide.stream import StreamReader, StreamWriter
@@ -90,16 +82,8 @@ _HOMES = {
     "lowtide.lifecycle.lease": ("EndReport", "Keep", "Outcome"),
     "lowtide.operation": ("Operation", "results", "wait"),
     "lowtide.process": ("Process", "ProcessResult", "TerminalSession"),
-    "lowtide.providers.base": (
-        "Capability",
-        "CodeResult",
-        "FileEntry",
-        "FileKind",
-        "Limits",
-        "Network",
-        "SandboxState",
-        "Url",
-    ),
+    "lowtide.providers.base": ("Capability", "Limits", "Network", "SandboxState", "Url"),
+    "lowtide.providers.optional": ("CodeResult", "FileEntry", "FileKind"),
     "lowtide.sandbox": ("Sandbox",),
     "lowtide.session": ("Session",),
     "lowtide.stream": ("StreamReader", "StreamWriter"),

@@ -20,7 +20,8 @@ from lowtide.errors import (
     SandboxUnavailableError,
     UnsupportedError,
 )
-from lowtide.providers.base import STDOUT, Capability, CodeResult, ProcessHandle, ProcessSpec
+from lowtide.providers.base import STDOUT, Capability, ProcessHandle, ProcessSpec
+from lowtide.providers.optional import CodeResult
 
 if TYPE_CHECKING:
     from lowtide.held_sandbox import HeldSandbox

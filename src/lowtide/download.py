@@ -18,7 +18,8 @@ from lowtide import archive, local_target
 from lowtide.errors import SandboxFileError, SandboxIsADirectoryError
 from lowtide.in_thread import in_thread
 from lowtide.providers import derived
-from lowtide.providers.base import DirectFiles, FileEntry, FileKind, Provider
+from lowtide.providers.base import Provider
+from lowtide.providers.optional import DirectFiles, FileEntry, FileKind
 from lowtide.stream import StreamReader, pump
 from lowtide.transfer import Moved, Transfer, verify
 from lowtide.trees import holes

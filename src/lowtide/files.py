@@ -11,7 +11,8 @@ from lowtide.errors import SandboxFileError, SandboxFileNotFoundError
 from lowtide.held_sandbox import HeldSandbox
 from lowtide.operation import Operation
 from lowtide.providers import derived
-from lowtide.providers.base import FileEntry, Provider
+from lowtide.providers.base import Provider
+from lowtide.providers.optional import FileEntry
 from lowtide.stream import StreamReader, pump
 from lowtide.transfer import verify
 

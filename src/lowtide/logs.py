@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.errors import LowtideError, UnsupportedError
 from lowtide.operation import Operation
-from lowtide.providers.base import Logs
+from lowtide.providers.optional import Logs
 from lowtide.stream import StreamReader
 
 if TYPE_CHECKING:

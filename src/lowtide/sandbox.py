@@ -20,12 +20,7 @@ if TYPE_CHECKING:
 
     from lowtide.lifecycle.lease import EndReport, Lease
     from lowtide.lookup import StateName
-    from lowtide.providers.base import (
-        Provider,
-        SandboxInfo,
-        SandboxState,
-        Url,
-    )
+    from lowtide.providers.base import Provider, SandboxInfo, SandboxState, Url
     from lowtide.session import Session
 
 T = TypeVar("T")

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from lowtide.code import CodeRunner
     from lowtide.held_sandbox import HeldSandbox
     from lowtide.process import Process, TerminalSession
-    from lowtide.providers.base import Capability, CodeResult
+    from lowtide.providers.base import Capability
+    from lowtide.providers.optional import CodeResult
     from lowtide.sandbox_files import StrPath
     from lowtide.stream import StreamReader
 

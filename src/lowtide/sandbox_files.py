@@ -11,7 +11,8 @@ from lowtide.operation import Operation
 
 if TYPE_CHECKING:
     from lowtide.held_sandbox import HeldSandbox
-    from lowtide.providers.base import FileEntry, Provider
+    from lowtide.providers.base import Provider
+    from lowtide.providers.optional import FileEntry
     from lowtide.stream import StreamReader
     from lowtide.transfer import Transfer
 

@@ -13,7 +13,8 @@ from lowtide import archive, source
 from lowtide.errors import SandboxFileError, ValidationError
 from lowtide.in_thread import in_thread
 from lowtide.providers import derived
-from lowtide.providers.base import DirectFiles, Provider, TimedFiles
+from lowtide.providers.base import Provider
+from lowtide.providers.optional import DirectFiles, TimedFiles
 from lowtide.transfer import Moved, Transfer, verify
 
 _AHEAD = 8  # blocks of a packed directory that wait here

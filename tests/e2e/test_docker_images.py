@@ -16,8 +16,9 @@ from tests.container_engine import (
     needs_docker,
 )
 
-from lowtide.providers.base import FileKind, ProcessSpec
+from lowtide.providers.base import ProcessSpec
 from lowtide.providers.docker.images import PullProgress, split_reference
+from lowtide.providers.optional import FileKind
 
 
 @pytest.fixture

@@ -21,14 +21,7 @@ from tests.kubernetes_node import IMAGE, Node, needs_node
 
 from lowtide import errors
 from lowtide.lifecycle.lease import new_lease_id
-from lowtide.providers.base import (
-    Limits,
-    Network,
-    NetworkMode,
-    ProcessSpec,
-    SandboxState,
-    TerminalSize,
-)
+from lowtide.providers.base import Limits, Network, NetworkMode, ProcessSpec, SandboxState, TerminalSize
 from lowtide.providers.kubernetes import KubernetesOptions, KubernetesProvider
 from lowtide.providers.kubernetes import pod as objects
 

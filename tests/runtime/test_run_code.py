@@ -10,7 +10,7 @@ import pytest
 from lowtide import Sandbox
 from lowtide import code as code_module
 from lowtide.errors import CommandTimeoutError, SandboxUnavailableError, UnsupportedError
-from lowtide.providers.base import CodeResult
+from lowtide.providers.optional import CodeResult
 from tests.container_engine import IMAGE, needs_docker
 
 SECONDS = 120.0

@@ -19,7 +19,8 @@ from lowtide.errors import (
 )
 from lowtide.lifecycle.lease import new_lease_id
 from lowtide.providers import derived, registry
-from lowtide.providers.base import FileKind, Labels, Provider, SandboxSpec
+from lowtide.providers.base import Labels, Provider, SandboxSpec
+from lowtide.providers.optional import FileKind
 
 T = TypeVar("T")
 

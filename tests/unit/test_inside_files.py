@@ -21,9 +21,9 @@ from lowtide.errors import (
     SandboxIsADirectoryError,
     SandboxNotADirectoryError,
 )
-from lowtide.providers.base import FileKind
 from lowtide.providers.inside import Client, files
 from lowtide.providers.inside.forward import Forward
+from lowtide.providers.optional import FileKind
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -30,11 +30,12 @@ from lowtide.errors import (
     SandboxUnavailableError,
     ValidationError,
 )
-from lowtide.providers.base import FileKind, Network, NetworkMode, ProcessSpec, SandboxState, TerminalSize
+from lowtide.providers.base import Network, NetworkMode, ProcessSpec, SandboxState, TerminalSize
 from lowtide.providers.local import LocalProvider, enter
 from lowtide.providers.local import destroy as ending
 from lowtide.providers.local.sandbox_directory import start_time
 from lowtide.providers.local.spawner_client import SpawnerClient
+from lowtide.providers.optional import FileKind
 from lowtide.trees.remove import remove_tree
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -17,12 +17,12 @@ from lowtide.cli.text import clean
 from lowtide.engine import engine
 from lowtide.errors import SandboxFileError, SandboxFileNotFoundError
 from lowtide.providers import derived
-from lowtide.providers.base import FileKind
+from lowtide.providers.optional import FileKind
 from lowtide.transfer import Transfer
 from lowtide.trees import tar_stream
 
 if TYPE_CHECKING:
-    from lowtide.providers.base import FileEntry
+    from lowtide.providers.optional import FileEntry
     from lowtide.sandbox import Sandbox
 
 _CHUNK = 1 << 20

@@ -11,7 +11,7 @@ from lowtide.defaults import default_provider
 from lowtide.engine import engine
 from lowtide.errors import LowtideError, UnsupportedError
 from lowtide.providers import registry
-from lowtide.providers.base import Snapshots
+from lowtide.providers.optional import Snapshots
 
 
 def list_snapshots(name: str | None, *, as_json: bool) -> None:

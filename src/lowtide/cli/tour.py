@@ -27,7 +27,8 @@ from lowtide.lifecycle.leases import lifecycle
 from lowtide.machine import home
 from lowtide.operation import results
 from lowtide.providers import registry
-from lowtide.providers.base import Capability, Provider, Snapshots
+from lowtide.providers.base import Capability, Provider
+from lowtide.providers.optional import Snapshots
 from lowtide.sandbox import Sandbox
 from lowtide.session import Session
 

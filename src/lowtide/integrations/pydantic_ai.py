@@ -24,7 +24,7 @@ from pydantic_ai.workspaces import (
 )
 
 from lowtide import errors
-from lowtide.providers.base import FileKind
+from lowtide.providers.optional import FileKind
 from lowtide.sandbox import Sandbox
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from lowtide.defaults import SandboxOptions
     from lowtide.lifecycle.lease import EndReport
-    from lowtide.providers.base import FileEntry as Entry
+    from lowtide.providers.optional import FileEntry as Entry
 
 PROVIDER = "lowtide"
 """In a `WorkspaceRef`; its id is ours, as ``provider/sandbox id``."""

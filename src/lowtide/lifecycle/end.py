@@ -38,7 +38,8 @@ from lowtide.lifecycle.recover import (
     recovery_spec,
     request_ended,
 )
-from lowtide.providers.base import Provider, SandboxSpec, Snapshots, Stops
+from lowtide.providers.base import Provider, SandboxSpec
+from lowtide.providers.optional import Snapshots, Stops
 
 log = logging.getLogger("lowtide.lifecycle")
 

@@ -12,7 +12,8 @@ from lowtide.lifecycle.clock import Instant
 from lowtide.lifecycle.lease import LEASE_SECONDS, Lease, LeaseState, renewal_seconds
 from lowtide.lifecycle.ledger import Ledger
 from lowtide.lifecycle.recover import remembered
-from lowtide.providers.base import Capability, Provider, Renews, SandboxSpec
+from lowtide.providers.base import Capability, Provider, SandboxSpec
+from lowtide.providers.optional import Renews
 
 
 def lease_seconds(provider: Provider) -> float | None:

@@ -13,7 +13,8 @@ from lowtide.lifecycle.clock import Instant
 from lowtide.lifecycle.crash_points import point
 from lowtide.lifecycle.lease import Lease
 from lowtide.lifecycle.ledger import Ledger
-from lowtide.providers.base import Labels, Provider, Replays, SandboxSpec
+from lowtide.providers.base import Labels, Provider, SandboxSpec
+from lowtide.providers.optional import Replays
 
 log = logging.getLogger("lowtide.lifecycle")
 

@@ -24,16 +24,8 @@ from lowtide.errors import (
     SandboxNotADirectoryError,
     SandboxPermissionError,
 )
-from lowtide.providers.base import (
-    STDERR,
-    FileEntry,
-    FileKind,
-    NativeFiles,
-    NativeTrees,
-    ProcessHandle,
-    ProcessSpec,
-    Provider,
-)
+from lowtide.providers.base import STDERR, ProcessHandle, ProcessSpec, Provider
+from lowtide.providers.optional import FileEntry, FileKind, NativeFiles, NativeTrees
 
 GRACE_SECONDS = 1.0
 _MAX_ANSWER_BYTES = 256 << 20

@@ -37,7 +37,8 @@ from lowtide.actionserver.models import (
 from lowtide.actionserver.output import HeadTail
 from lowtide.actionserver.shell import HARD_SECONDS, KEYS, SOFT_SECONDS, Outcome, quote
 from lowtide.errors import CommandTimeoutError, SandboxFileError, UnsupportedError
-from lowtide.providers.base import FileKind, Url
+from lowtide.providers.base import Url
+from lowtide.providers.optional import FileKind
 from lowtide.runtime.direct_shell import DirectShell
 from lowtide.sandbox import Sandbox
 

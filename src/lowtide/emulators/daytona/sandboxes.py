@@ -19,7 +19,7 @@ from lowtide.emulators.daytona.sandbox import SETTLED, Sandbox, SandboxState
 from lowtide.emulators.dockerfile import CannotBuild
 from lowtide.emulators.guest import users_are_real
 from lowtide.errors import LowtideError, ResourceExhaustedError
-from lowtide.providers.base import Pauses
+from lowtide.providers.optional import Pauses
 
 if TYPE_CHECKING:
     from lowtide.emulators.daytona.snapshots import Snapshots

@@ -29,7 +29,7 @@ from lowtide.emulators.e2b.model import (
 from lowtide.emulators.e2b.templates import Templates
 from lowtide.emulators.guest import first_process, users_are_real
 from lowtide.errors import LowtideError
-from lowtide.providers.base import Pauses
+from lowtide.providers.optional import Pauses
 
 if TYPE_CHECKING:
     from lowtide.emulators.ground import Ground

@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from lowtide import errors
-from lowtide.providers.base import CodeResult
 from lowtide.providers.daytona.errors import SERVICE
+from lowtide.providers.optional import CodeResult
 
 if TYPE_CHECKING:
     from daytona import AsyncSandbox

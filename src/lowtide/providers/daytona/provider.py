@@ -14,7 +14,6 @@ from lowtide.providers import hosted
 from lowtide.providers.base import (
     LABEL_PREFIX,
     Capability,
-    CodeResult,
     Recovery,
     SandboxInfo,
     SandboxSpec,
@@ -30,6 +29,7 @@ from lowtide.providers.daytona.lookup import CALL_SECONDS, STATE_SECONDS
 from lowtide.providers.daytona.options import DaytonaOptions
 from lowtide.providers.hosted.transfer import BulkFiles, Counted
 from lowtide.providers.inside import Channel, Clients
+from lowtide.providers.optional import CodeResult
 
 if TYPE_CHECKING:
     from daytona import AsyncDaytona, AsyncSandbox

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lowtide import errors
-from lowtide.providers.base import CodeResult
 from lowtide.providers.e2b.errors import SERVICE
+from lowtide.providers.optional import CodeResult
 
 if TYPE_CHECKING:
     from e2b import AsyncSandbox

@@ -17,7 +17,6 @@ from lowtide.providers import hosted
 from lowtide.providers.base import (
     LABEL_PREFIX,
     Capability,
-    CodeResult,
     ProcessSpec,
     Recovery,
     SandboxInfo,
@@ -38,6 +37,7 @@ from lowtide.providers.e2b.snapshots import Snapshots
 from lowtide.providers.hosted.transfer import BulkFiles, Counted, is_text
 from lowtide.providers.inside import Client, Clients, InsideProcess
 from lowtide.providers.inside import files as inside
+from lowtide.providers.optional import CodeResult
 
 _MOST = 2048
 """Sandboxes that are remembered; the oldest is asked about again when it is used."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
 
-from lowtide.providers.base import FileEntry
 from lowtide.providers.inside import files
 from lowtide.providers.inside.clients import Clients
 from lowtide.providers.inside.forward import Forward
+from lowtide.providers.optional import FileEntry
 
 
 class Calls:

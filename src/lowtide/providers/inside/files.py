@@ -12,10 +12,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from lowtide.errors import SandboxFileError, ValidationError
-from lowtide.providers.base import FileEntry, FileKind
 from lowtide.providers.inside.answer import LENGTH, Answer
 from lowtide.providers.inside.client import Client
 from lowtide.providers.inside.process import InsideProcess
+from lowtide.providers.optional import FileEntry, FileKind
 
 _CHUNK = 256 * 1024  # what inside.c takes at most
 _MOST_LISTED_BYTES = 32 << 20  # what list_dir takes into memory

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
 
-from lowtide.providers.base import FileEntry
 from lowtide.providers.local import files
 from lowtide.providers.local.enter import Entrance
 from lowtide.providers.local.ports import Forwarder
+from lowtide.providers.optional import FileEntry
 
 
 class FileCalls:

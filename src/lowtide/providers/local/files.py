@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 from lowtide import errors
 from lowtide.in_thread import in_thread
-from lowtide.providers.base import FileEntry, FileKind
 from lowtide.providers.local.spawner_client import Message, Reply
 from lowtide.providers.local.wait_readable import readable
+from lowtide.providers.optional import FileEntry, FileKind
 from lowtide.trees.holes import copy_data
 
 _CHUNK = 1 << 20

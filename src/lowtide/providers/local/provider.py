@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Self
 from lowtide.errors import SandboxGone, SandboxNotFoundError, UnsupportedError
 from lowtide.providers.base import (
     Capability,
-    FileEntry,
     ProcessHandle,
     ProcessSpec,
     Recovery,
@@ -42,6 +41,7 @@ from lowtide.providers.local.sandbox_directory import (
 )
 from lowtide.providers.local.snapshots import SnapshotStore
 from lowtide.providers.local.spawner_client import SpawnerClient
+from lowtide.providers.optional import FileEntry
 
 # When the next one is prepared: a while after a create, so that its first command comes first; a moment after an
 # end, so that its caller hears of that first.

@@ -10,7 +10,8 @@ import pytest
 from lowtide import Sandbox
 from lowtide.engine import engine
 from lowtide.errors import ResourceExhaustedError, SandboxError, UnsupportedError
-from lowtide.providers.base import Capability, Provider, SandboxState, Snapshots
+from lowtide.providers.base import Capability, Provider, SandboxState
+from lowtide.providers.optional import Snapshots
 from lowtide.testing.conformance.base import (
     ANSWER_SECONDS,
     Conformance,

@@ -20,7 +20,7 @@ from lowtide.errors import (
     SandboxPermissionError,
     ValidationError,
 )
-from lowtide.providers.base import FileKind
+from lowtide.providers.optional import FileKind
 from lowtide.testing.conformance.base import ANSWER_SECONDS, Conformance, ProviderUnderTest, sh
 
 NAMES = [
