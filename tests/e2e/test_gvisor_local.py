@@ -77,6 +77,8 @@ def test_a_kernel_of_its_own_answers_and_serves_as_nobody_here() -> None:
         assert box.exec(["sh", "-c", "echo $A_SECRET"]).result(ANSWER_SECONDS).stdout == "s3cr3t-in-memory\n"
         with pytest.raises(UnsupportedError, match="tty"):
             box.exec(["true"], tty=True)
+        keys = "cat /proc/[0-9]*/environ | tr '\\0' '\\n' | grep -a '^LOWTIDE_KEY=.'"
+        assert box.exec(["sh", "-c", keys]).result(ANSWER_SECONDS).stdout == ""
         serving = processes_of(box.sandbox_id or "")
         assert any("runsc-gofer" in line for line in serving)
         home = Path(os.environ["LOWTIDE_HOME"])

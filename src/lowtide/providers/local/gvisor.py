@@ -126,7 +126,9 @@ def run(*, owner: int | None) -> list[str]:
 
 def attach(*, owner: int | None) -> tuple[str, ...]:
     """Open a channel to the program inside."""
-    return (*_runsc(owner), "exec", "--cwd", "/", CONTAINER, PROGRAM, "attach")
+    # Without the key, which the container's environment holds: gVisor shows every process's to root.
+    without = ("--env", f"{program.KEY}=")
+    return (*_runsc(owner), "exec", "--cwd", "/", *without, CONTAINER, PROGRAM, "attach")
 
 
 def tell(*words: str, owner: int | None) -> tuple[str, ...]:
