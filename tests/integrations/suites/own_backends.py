@@ -107,9 +107,6 @@ OWN = {
     ("openai-agents", "daytona"): """
         from agents.extensions.sandbox.daytona import DaytonaSandboxClient, DaytonaSandboxClientOptions
         client, options = DaytonaSandboxClient(), DaytonaSandboxClientOptions()""",
-    ("openai-agents", "modal"): """
-        from agents.extensions.sandbox.modal import ModalSandboxClient, ModalSandboxClientOptions
-        client, options = ModalSandboxClient(), ModalSandboxClientOptions(app_name="app")""",
     ("openai-agents", "runloop"): """
         from agents.extensions.sandbox.runloop import RunloopSandboxClient, RunloopSandboxClientOptions
         client, options = RunloopSandboxClient(), RunloopSandboxClientOptions()""",
@@ -122,10 +119,6 @@ OWN = {
     ("pydantic-ai", "modal"): """
         from pydantic_ai_harness.modal_sandbox import ModalSandbox
         capabilities = [ModalSandbox()]""",
-    ("deepagents", "e2b"): """
-        from e2b import Sandbox
-        from langchain_e2b import E2BSandbox
-        backend = E2BSandbox(sandbox=Sandbox.create())""",
     ("deepagents", "daytona"): """
         from daytona import Daytona
         from langchain_daytona import DaytonaSandbox
