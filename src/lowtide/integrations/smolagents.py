@@ -29,6 +29,13 @@ _OPTIONAL_IMPORT = re.compile(r"^(import (?:numpy|PIL)\b.*)$", re.MULTILINE)
 _IMAGES = ("image/png", "image/jpeg")
 
 
+def _with_interpreter(options: SandboxOptions) -> SandboxOptions:
+    """E2B's default template has no interpreter: unless told what to start from, take the one its own SDK takes for code."""
+    told = options.keys() & {"provider_options", "snapshot", "defaults"}
+    named = isinstance(options.get("provider"), str | None) and Sandbox(**options).provider == "e2b"
+    return {**options, "provider_options": {"template": "code-interpreter-v1"}} if named and not told else options
+
+
 class LowtideExecutor(RemotePythonExecutor):
     """Runs an agent's code in an interpreter that keeps its state, on any provider.
 
@@ -45,7 +52,7 @@ class LowtideExecutor(RemotePythonExecutor):
         **options: Unpack[SandboxOptions],
     ) -> None:
         super().__init__(additional_imports or [], logger or AgentLogger(LogLevel.ERROR), allow_pickle)
-        self.sandbox = Sandbox(**options)
+        self.sandbox = Sandbox(**_with_interpreter(options))
         self._timeout_seconds = timeout_seconds
         try:
             self.installed_packages = self.install_packages(self.additional_imports)
