@@ -87,10 +87,16 @@ def measured(emulators: Handle, service: str, seconds: float) -> dict[str, Any]:
         passed = later
         now = states()
         if now != history[-1][1:]:
-            history.append([f"{later // MINUTE} min" if later < 2 * HOUR else f"{later // HOUR} h", *now])
+            history.append([told(later), *now])
         if not now:
             break
     return {**result, "history": history, "clock_moved_days": passed / DAY}
+
+
+def told(seconds: int) -> str:
+    if seconds < 2 * HOUR:
+        return f"{seconds // MINUTE} min"
+    return f"{seconds // HOUR} h" if seconds < 2 * DAY else f"{seconds // DAY} days"
 
 
 if __name__ == "__main__":
