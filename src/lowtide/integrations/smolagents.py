@@ -33,7 +33,11 @@ def _with_interpreter(options: SandboxOptions) -> SandboxOptions:
     """E2B's default template has no interpreter: unless told what to start from, take the one its own SDK takes for code."""
     told = options.keys() & {"provider_options", "snapshot", "defaults"}
     named = isinstance(options.get("provider"), str | None) and Sandbox(**options).provider == "e2b"
-    return {**options, "provider_options": {"template": "code-interpreter-v1"}} if named and not told else options
+    return (
+        {**options, "provider_options": {"template": "code-interpreter-v1"}}
+        if named and not told
+        else options
+    )
 
 
 class LowtideExecutor(RemotePythonExecutor):

@@ -42,24 +42,6 @@ AGENTS = {
         agent = create_deep_agent(model=Scripted(messages=iter([call])), backend=backend)
         agent.invoke({{"messages": [("user", "go")]}})
         """,
-    "harbor": """
-        import os, pathlib, sys
-        os.environ["HARBOR_TELEMETRY"] = "0"
-        for name, text in {{
-            "task.toml": 'version = "1.0"\\n[environment]\\ndocker_image = "python:3.12"\\n',
-            "instruction.md": "Wait.\\n",
-            "environment/note.txt": "\\n",
-            "solution/solve.sh": "#!/bin/bash\\n" + {command!r} + "\\n",
-            "tests/test.sh": "#!/bin/bash\\n",
-        }}.items():
-            file = pathlib.Path("task", name)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text)
-        {backend}
-        sys.argv = ["harbor", "run", "-p", "task", "-a", "oracle", "-o", "jobs", *chosen]
-        from harbor.cli.main import app
-        app()
-        """,
     "smolagents": """
         from smolagents import CodeAgent, Model
         from smolagents.models import ChatMessage
@@ -90,8 +72,6 @@ ADAPTERS = {
     "deepagents": """
         from lowtide.integrations.deepagents import LowtideBackend
         backend = LowtideBackend()""",
-    "harbor": """
-        chosen = ["--env", "lowtide.integrations.harbor:LowtideEnvironment"]""",
     "smolagents": """
         from lowtide.integrations.smolagents import LowtideExecutor
         executor = {"executor": LowtideExecutor()}""",
@@ -132,12 +112,6 @@ OWN = {
         import os
         from langchain_runloop import RunloopProvider
         backend = RunloopProvider(api_key=os.environ["RUNLOOP_API_KEY"]).get_or_create()""",
-    ("harbor", "daytona"): """
-        chosen = ["--env", "daytona"]""",
-    ("harbor", "modal"): """
-        chosen = ["--env", "modal"]""",
-    ("harbor", "runloop"): """
-        chosen = ["--env", "runloop"]""",
     ("smolagents", "e2b"): """
         executor = {"executor_type": "e2b"}""",
     ("google-adk", "e2b"): """
