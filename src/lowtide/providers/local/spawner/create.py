@@ -165,6 +165,8 @@ def become_bwrap(message: Message, stderr: int, info: int, namespace: int, ready
     own = os.open(
         f"{place}/status", os.O_PATH | os.O_CLOEXEC
     )  # without a link when the directory was removed
+    if os.fstat(own).st_nlink == 0:  # a file system that counts none: nothing is said by that
+        own = os.open("/dev/null", os.O_PATH | os.O_CLOEXEC)
     seccomp = os.open(f"/proc/self/fd/{config.seccomp_fd}", os.O_RDONLY)  # its own offset
     null = os.open("/dev/null", os.O_RDWR)
     wanted = (
