@@ -252,7 +252,7 @@ def test_a_snapshot_without_a_volume_says_what_to_do(emulator: Any) -> None:
 def test_many_sandboxes_at_once_need_more_than_one_connection(
     emulator: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lowtide.providers.coreweave.access._STREAMS", 2)
+    monkeypatch.setattr("lowtide.providers.hosted.grpc_calls._STREAMS", 2)
     with Session({"provider": "coreweave"}) as session:
         boxes = [session.sandbox() for _ in range(5)]
         running = [box.exec(["sh", "-c", "echo in; sleep 0.2"]) for box in boxes]

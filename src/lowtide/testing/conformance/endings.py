@@ -39,6 +39,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def ready():
     print("READY", flush=True)
 
+def sleep_on():
+    # In pieces: Python does not see a signal that comes between its last look and the sleep, until that is over.
+    while True:
+        time.sleep(0.1)
+
 def in_flight():
     # Committed by the provider, not yet known to the caller: for as long as it takes somebody to press a key.
     create = adapter.create
@@ -61,32 +66,32 @@ IN_FLIGHT_IN_A_SESSION = """
 in_flight()
 with Session(KEYWORDS) as session:
     session.sandbox().exec(["true"]).result()
-    time.sleep(600)
+    sleep_on()
 """
 IN_FLIGHT_IN_A_BLOCK = """
 in_flight()
 with Sandbox.run(**KEYWORDS):
-    time.sleep(600)
+    sleep_on()
 """
 BARE = """
 box = Sandbox.run(**KEYWORDS)
 box.wait()
 ready()
-time.sleep(600)
+sleep_on()
 """
 IN_A_THREAD = """
 thread = threading.Thread(target=lambda: Sandbox.run(**KEYWORDS).wait())
 thread.start()
 thread.join()
 ready()
-time.sleep(600)
+sleep_on()
 """
 AFTER_A_SWALLOWED_INTERRUPT = """
 first = Session(KEYWORDS)
 first.sandbox().wait()
 try:
     os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(600)
+    sleep_on()
 except KeyboardInterrupt:
     pass
 second = Session(KEYWORDS)
