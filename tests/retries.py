@@ -50,10 +50,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    reporter = session.config.pluginmanager.get_plugin(
-        "terminalreporter"
-    )  # none in a worker: it counts nothing
-    if reporter is None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or _in_worker(session.config):
         return
     again = _retried(reporter)
     if again and len(again) + _before() > MOST:
@@ -62,7 +60,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     again = _retried(terminalreporter)
-    if not again:
+    if not again or _in_worker(terminalreporter.config):
         return
     count = len(again) + _before()
     many = count > MOST
@@ -73,6 +71,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if COUNT in os.environ:
         with open(os.environ[COUNT], "a") as file:
             file.writelines(f"{report.nodeid}\n" for report in again)
+
+
+def _in_worker(config: pytest.Config) -> bool:
+    """A worker tells the one that counts; did it count as well, each retry would be two."""
+    return hasattr(config, "workerinput")
 
 
 def _retried(reporter: pytest.TerminalReporter) -> list[pytest.TestReport]:

@@ -107,6 +107,14 @@ def test_invocations_of_one_run_share_one_limit(tmp_path: Path) -> None:
     assert f"tried again: {MOST + 1}, more than {MOST}: the run has failed" in last.stdout
 
 
+def test_a_retry_in_a_worker_counts_once(tmp_path: Path) -> None:
+    together = {COUNT: str(tmp_path / "retries")}
+    done = run(tmp_path, "tests/emulators/test_x.py", MOST, "--reruns", "1", "-n", "2", **together)
+    assert done.returncode == 0, done.stdout
+    assert f"tried again: {MOST}, up to {MOST} are let pass" in done.stdout
+    assert len((tmp_path / "retries").read_text().splitlines()) == MOST
+
+
 def test_a_crash_case_fails_at_its_first_failure_whatever_is_asked_for(tmp_path: Path) -> None:
     done = run(tmp_path, "tests/crash/test_x.py", 1, "--reruns", "5")
     assert done.returncode == 1, done.stdout
