@@ -73,7 +73,9 @@ def source(package: str, version: str) -> Path:
 
 
 def must(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory() as own:  # uv leaves its locks there
+        environ = {**os.environ, "TMPDIR": own}
+        done = subprocess.run(command, capture_output=True, text=True, env=environ)
     if done.returncode != 0:
         raise NotHere(f"it cannot be installed: {' '.join(done.stderr.split())[-300:]}")
 

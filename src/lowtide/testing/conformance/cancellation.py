@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from lowtide import Sandbox, Session
+from lowtide.engine import engine
+from lowtide.lifecycle.leases import lifecycle
 from lowtide.providers.base import Provider
 from lowtide.testing.conformance.base import (
     ANSWER_SECONDS,
@@ -155,4 +157,8 @@ async def _wait_for_stop(box: Sandbox) -> None:
 
 
 def _none_left(under_test: ProviderUnderTest, tag: str) -> bool:
-    return not Sandbox.list(tags=[tag], provider=under_test.name).result(ANSWER_SECONDS)
+    """Neither there nor still to come: what a request that is under way makes is ended after its answer."""
+    rows = engine().run(lifecycle().ledger.leases(), ANSWER_SECONDS)
+    return not any(tag in row.tags for row in rows) and not Sandbox.list(
+        tags=[tag], provider=under_test.name
+    ).result(ANSWER_SECONDS)
