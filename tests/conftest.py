@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
     if not _is_worker(config):
+        _end_own_guardian()
         with contextlib.suppress(OSError):
             remove_tree(Path(os.environ[RUN]))  # some tests make trees deeper than the stack
     for name, value in config.stash[_outer].items():
@@ -105,6 +107,17 @@ def _let_go_of_helpers() -> None:
     from lowtide.providers import registry
 
     engine().run(registry.aclose(), timeout=30.0)
+
+
+def _end_own_guardian() -> None:
+    """It would make the ledger anew in a directory that is being removed. There is nothing left for it to do."""
+    guardians = _own_guardian()
+    for pid in guardians:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    end = time.monotonic() + 5
+    while guardians & _own_guardian() and time.monotonic() < end:
+        time.sleep(0.02)
 
 
 def _own_guardian() -> set[int]:

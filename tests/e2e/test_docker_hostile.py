@@ -79,10 +79,10 @@ async def test_a_neighbour_of_the_same_user_gets_at_no_descriptor_and_forges_no_
 _POSER = """
 import os, socket, struct
 s = socket.socket(socket.AF_UNIX)
+s.connect("\\0lowtide-inside-" + os.readlink("/proc/self/ns/pid"))
 try:
-    s.connect("\\0lowtide-inside")
     a, b = socket.socketpair()
-    socket.send_fds(s, [b"b"], [b.fileno(), b.fileno()])
+    socket.send_fds(s, [b"b" + bytes(4)], [b.fileno(), b.fileno()])
     b.close()
     body = b"LOWTIDE1" + bytes(16) + bytes(8) + b"\\0" + bytes(8)
     a.sendall(struct.pack("<LQQ", len(body) + 16, 0, 0) + body)

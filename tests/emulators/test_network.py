@@ -84,6 +84,25 @@ def test_the_network_the_user_chose_holds_on_every_emulator(
         } == dict.fromkeys(EVERY, seen)
 
 
+TWO = """
+from lowtide import Sandbox
+with Sandbox.run(provider="coreweave") as one, Sandbox.run(provider="modal") as other:
+    for sandbox, word in ((one, b"one"), (other, b"other"), (one, b"one"), (other, b"other")):
+        sandbox.write_file("/tmp/word", word).result()
+    print(*[sandbox.exec(["cat", "/tmp/word"]).result().stdout for sandbox in (one, other)])
+"""
+
+
+def test_sandboxes_that_share_the_machines_network_are_not_mixed_up(tmp_path: Path) -> None:
+    """The program inside listens on an abstract name, and those belong to the network."""
+    with lowtide.emulators.start("coreweave", "modal", plain=True, network="full", home=tmp_path) as handle:
+        environment = {**os.environ, **handle.environment, "LOWTIDE_HOME": str(tmp_path / "home")}
+        done = subprocess.run(
+            [sys.executable, "-c", TWO], env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.stdout.split() == ["one", "other"], done.stderr
+
+
 @pytest.mark.parametrize("name", SHUT)
 def test_a_sandbox_that_asks_to_be_shut_off_is(tmp_path: Path, outside: int, name: str) -> None:
     with lowtide.emulators.start(name, plain=True, network="full", home=tmp_path) as handle:

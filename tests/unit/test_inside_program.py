@@ -65,7 +65,10 @@ def test_guarded_commands_lack_the_capability_that_shields_the_channel(verb: str
     """Who may do less than a process may not look into it, whatever the files let him read."""
     program = str(Path(inside.__file__).parent / f"inside.{os.uname().machine}")
     said = subprocess.run(
-        [program, verb, "0", "0", "cat", "/proc/self/status"], capture_output=True, text=True, check=True
+        ["unshare", "--pid", "--fork", program, verb, "0", "0", "cat", "/proc/self/status"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     sets = dict(line.split(":\t") for line in said.splitlines() if line.startswith("Cap"))
     own = Path("/proc/self/status").read_text()

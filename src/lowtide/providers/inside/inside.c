@@ -2197,6 +2197,14 @@ static void take_key(void)
 	memset(v, 0, length(v));
 }
 
+/* The server of `init`, by its pid namespace: abstract names are the network's, and sandboxes may share that. */
+static const char *own_name(void)
+{
+	static char name[64] = "inside-";
+	K(readlinkat, AT_CWD, "/proc/self/ns/pid", name + 7, sizeof name - 8);
+	return name;
+}
+
 static __attribute__((noreturn)) void init(int argc, char **argv)
 {
 	static u8 request[FRAME];
@@ -2208,7 +2216,8 @@ static __attribute__((noreturn)) void init(int argc, char **argv)
 	if (most) cap = now_ms() + most * 1000;
 	deadline = seconds ? now_ms() + seconds * 1000 : cap;
 	if (cap && deadline > cap) deadline = cap;
-	int listener = listen_as("inside");
+	int listener = listen_as(own_name());
+	if (listener < 0) { say(2, "lowtide: the program inside cannot listen: its name is taken\n"); leave(126); }
 	if (count) {
 		u8 *p = request + 11;
 		memcpy(request + 5, &count, 2);
@@ -2240,7 +2249,7 @@ static int run(int argc, char **argv)
 		for (int i = 2; i < argc; i++)
 			if (same(argv[i], "wait")) patience = GREETING_MS;
 			else mode = 't';
-		hand_over("inside", mode, first, patience);
+		hand_over(own_name(), mode, first, patience);
 	}
 	if (same(what, "serve") && argc > 2) {
 		char *first = taken_out("LOWTIDE_FIRST=");

@@ -8,10 +8,12 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import urlsplit
 
 from lowtide import errors
+from lowtide.in_thread import in_thread
 from lowtide.providers import hosted
 from lowtide.providers.base import (
     LABEL_PREFIX,
@@ -155,8 +157,7 @@ class RunloopProvider(BulkFiles, hosted.Hosted):
         client = self.client()
         self.forget_calls(sandbox_id, goodbye=False)
         ended = await destroy.destroy(client, sandbox_id, alive=sandbox_id in self._ours)
-        for channel in self._channels.pop(sandbox_id, ()):
-            channel.close(SERVICE.gone(sandbox_id))
+        self._shut(sandbox_id, SERVICE.gone(sandbox_id))
         for known in (self._keys, self._doors, self._lifetimes):
             known.pop(sandbox_id, None)
         self._ours.discard(sandbox_id)
@@ -204,6 +205,11 @@ class RunloopProvider(BulkFiles, hosted.Hosted):
         channels.add(channel)
         return channel
 
+    def _shut(self, sandbox_id: str, why: errors.LowtideError) -> None:
+        """What runs inside has ended: whoever listens hears why."""
+        for channel in self._channels.pop(sandbox_id, ()):
+            channel.close(why)
+
     async def _door(self, sandbox_id: str) -> Door:
         if sandbox_id not in self._doors:
             self._doors[sandbox_id] = Door.of(await lookup.view_of(self.client(), sandbox_id))
@@ -214,7 +220,7 @@ class RunloopProvider(BulkFiles, hosted.Hosted):
         client = self.client()
         with tempfile.TemporaryFile() as file:
             async for chunk in source:
-                file.write(chunk)
+                await in_thread(partial(file.write, chunk))  # a slow disk holds up nobody else
             file.seek(0)
             work = client.devboxes.upload_file(sandbox_id, path=path, file=file, timeout=_SEND_SECONDS)
             await SERVICE.call(_SEND_SECONDS, work, "upload", sandbox_id, path=path)
@@ -239,6 +245,13 @@ class RunloopProvider(BulkFiles, hosted.Hosted):
     async def pause(self, sandbox_id: str) -> None:
         """Files stay; what runs, ends."""
         await self._change(sandbox_id, SandboxState.PAUSED, "suspend", "suspended")
+        # The program inside has ended, too: whoever comes next starts another, and does not look for this one.
+        words = "the sandbox was paused, and on Runloop that ends its commands: start them again"
+        self.forget_calls(sandbox_id, goodbye=False)
+        ended = errors.SandboxUnavailableError(
+            words, retryable=False, provider=PROVIDER, sandbox_id=sandbox_id
+        )
+        self._shut(sandbox_id, ended)
 
     async def resume(self, sandbox_id: str) -> None:
         await self._change(sandbox_id, SandboxState.RUNNING, "resume", "running")
