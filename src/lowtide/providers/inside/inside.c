@@ -2197,11 +2197,13 @@ static void take_key(void)
 	memset(v, 0, length(v));
 }
 
-/* The server of `init`, by its pid namespace: abstract names are the network's, and sandboxes may share that. */
+/* The server of `init`, by its pid namespace: abstract names are the network's, and sandboxes may share that.
+ * gVisor has no such numbers (it makes one up for each look), and a network of its own for each sandbox. */
 static const char *own_name(void)
 {
 	static char name[64] = "inside-";
-	K(readlinkat, AT_CWD, "/proc/self/ns/pid", name + 7, sizeof name - 8);
+	long n = K(readlinkat, AT_CWD, "/proc/self/ns/pid", name + 7, sizeof name - 8);
+	if (n < (long)sizeof "pid:[4026531836]" - 1) name[6] = 0;
 	return name;
 }
 
