@@ -30,10 +30,15 @@ class AgentError(Exception):
         self.kind = kind
 
 
+_WATCH = "from lowtide.emulators.agent.inside_watch import Watch\n"
+
+
 @cache
 def _source() -> str:
-    text = Path(__file__).with_name("inside.py").read_text()
-    return text.partition('"""')[2].partition('"""')[2].lstrip()  # the docstring is for readers
+    """One text of both parts, without their docstrings, which are for readers."""
+    parts = [Path(__file__).with_name(f"{name}.py").read_text() for name in ("inside_watch", "inside")]
+    watch, rest = (text.partition('"""')[2].partition('"""')[2].lstrip() for text in parts)
+    return watch + rest.replace(_WATCH, "")
 
 
 def agent_command() -> tuple[str, ...]:

@@ -1,6 +1,6 @@
-"""What runs inside the sandbox, as one user: file operations and inotify, framed over stdin and stdout.
+"""What runs inside the sandbox, as one user: file operations and watches, framed over stdin and stdout.
 
-It is handed to ``python -I -S -c`` as text, so it imports nothing but the standard library and needs
+It is handed to ``python -I -S -c`` as text, after that of `inside_watch`, so it imports nothing but the standard library and needs
 no file in the sandbox. Frame, both ways: three big-endian u32 (length of what follows, request id,
 length of the JSON part), the JSON, then raw bytes. Frames with id 0 are events nobody asked for.
 Bulk data is pulled and pushed in bounded pieces, each answered, so one slow transfer holds up nothing.
@@ -19,23 +19,15 @@ import struct
 import sys
 from typing import Any
 
+from lowtide.emulators.agent.inside_watch import Watch
+
 HEAD = struct.Struct(">III")
-EVENT = struct.Struct("iIII")
 LARGEST = 8 << 20
 XATTR = "user.e2b."
-IN_MODIFY, IN_ATTRIB, IN_MOVED_FROM, IN_MOVED_TO, IN_CREATE, IN_DELETE = 0x2, 0x4, 0x40, 0x80, 0x100, 0x200
-IN_DELETE_SELF, IN_MOVE_SELF, IN_IGNORED, IN_ISDIR, IN_Q_OVERFLOW = 0x400, 0x800, 0x8000, 0x40000000, 0x4000
-WATCHED = IN_MODIFY | IN_ATTRIB | IN_MOVED_FROM | IN_MOVED_TO | IN_CREATE | IN_DELETE | IN_DELETE_SELF
-KINDS = (
-    (IN_CREATE | IN_MOVED_TO, "CREATE"),
-    (IN_MOVED_FROM, "RENAME"),
-    (IN_ATTRIB, "CHMOD"),
-    (IN_MODIFY, "WRITE"),
-    (IN_DELETE, "REMOVE"),
-)
 
-libc = ctypes.CDLL(None, use_errno=True)
-libc.prctl(4, 0, 0, 0, 0)  # not dumpable: other processes of this user get no hold of our streams
+ctypes.CDLL(None).prctl(
+    4, 0, 0, 0, 0
+)  # not dumpable: other processes of this user get no hold of our streams
 
 
 class Refused(Exception):
@@ -294,82 +286,6 @@ def write_all(fd: int, data: bytes) -> None:
 # ---------------------------------------------------------------- watching
 
 
-class Watch:
-    def __init__(self, root: str, recursive: bool, with_entry: bool) -> None:
-        self.root = root
-        self.recursive = recursive
-        self.with_entry = with_entry
-        self.fd: int = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
-        if self.fd < 0:
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
-        self.paths: dict[int, str] = {}
-        self.events: list[dict[str, Any]] = []
-        self.add(root, False)
-
-    def add(self, path: str, report: bool) -> None:
-        number = libc.inotify_add_watch(self.fd, os.fsencode(path), WATCHED)
-        if number < 0:
-            code = ctypes.get_errno()
-            if path == self.root:
-                raise OSError(code, os.strerror(code), path)
-            return
-        self.paths[number] = path
-        if not self.recursive:
-            return
-        try:
-            names = sorted(os.listdir(path))
-        except OSError:
-            return
-        for name in names:
-            below = os.path.join(path, name)
-            if report:  # it came before the watch did
-                self.note("CREATE", below)
-            if os.path.isdir(below) and not os.path.islink(below):
-                self.add(below, report)
-
-    def note(self, kind: str, path: str) -> None:
-        event: dict[str, Any] = {"name": os.path.relpath(path, self.root), "type": kind}
-        if self.with_entry and kind in ("CREATE", "WRITE", "CHMOD"):
-            with contextlib.suppress(OSError):
-                event["entry"] = entry(path)
-        self.events.append(event)
-
-    def drain(self) -> list[dict[str, Any]]:
-        while True:
-            try:
-                data = os.read(self.fd, 65536)
-            except (BlockingIOError, OSError):
-                break
-            at = 0
-            while at < len(data):
-                number, mask, _, length = EVENT.unpack_from(data, at)
-                at += EVENT.size
-                name = os.fsdecode(data[at : at + length].rstrip(b"\0"))
-                at += length
-                self.take(number, mask, name)
-        events, self.events = self.events, []
-        return events
-
-    def take(self, number: int, mask: int, name: str) -> None:
-        if mask & IN_IGNORED:
-            self.paths.pop(number, None)
-            return
-        directory = self.paths.get(number)
-        if directory is None:
-            return
-        if not name:
-            if mask & IN_DELETE_SELF and directory == self.root:
-                self.note("REMOVE", directory)
-            return
-        path = os.path.join(directory, name)
-        for bits, kind in KINDS:
-            if mask & bits:
-                self.note(kind, path)
-        if self.recursive and mask & IN_ISDIR and mask & (IN_CREATE | IN_MOVED_TO):
-            self.add(path, True)
-
-
 watches: dict[int, Watch] = {}
 
 
@@ -377,7 +293,7 @@ def op_watch(ask: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]:
     root = resolve(ask["path"], ask["home"])
     if not stat.S_ISDIR(os.stat(root).st_mode):
         raise Refused("not-a-directory", f"path {root} not a directory")
-    watch = Watch(root, bool(ask.get("recursive")), bool(ask.get("entry")))
+    watch = Watch(root, bool(ask.get("recursive")), entry if ask.get("entry") else None)
     watches[watch.fd] = watch
     return {"watch": watch.fd}, b""
 
