@@ -7,30 +7,26 @@ import contextlib
 import functools
 import hashlib
 import os
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from lowtide.errors import SandboxGone, SandboxNotFoundError, UnsupportedError
 from lowtide.providers.base import (
     Capability,
-    ProcessHandle,
-    ProcessSpec,
     Recovery,
     SandboxInfo,
     SandboxSpec,
     SandboxState,
     Traits,
-    Url,
     nothing_sent,
 )
 from lowtide.providers.images.store import ImageStore
 from lowtide.providers.local import bound_groups, destroy, first, gvisor, pause, rooms, rooms_on_disk, seccomp
 from lowtide.providers.local.bound import Bound
+from lowtide.providers.local.calls import LocalCalls
 from lowtide.providers.local.create import Launch, Room
 from lowtide.providers.local.enter import Entrance, Known
-from lowtide.providers.local.file_calls import FileCalls
-from lowtide.providers.local.gvisor_calls import GvisorCalls
 from lowtide.providers.local.prerequisites import Prerequisites
 from lowtide.providers.local.process import gone
 from lowtide.providers.local.sandbox_directory import (
@@ -41,7 +37,6 @@ from lowtide.providers.local.sandbox_directory import (
 )
 from lowtide.providers.local.snapshots import SnapshotStore
 from lowtide.providers.local.spawner_client import SpawnerClient
-from lowtide.providers.optional import FileEntry
 
 # When the next one is prepared: a while after a create, so that its first command comes first; a moment after an
 # end, so that its caller hears of that first.
@@ -49,7 +44,7 @@ _AFTER_CREATE_SECONDS, _AFTER_END_SECONDS = 0.05, 0.001
 _RELEASE_SECONDS = 0.1  # what waited for work in the bound of all sandboxes leaves at the same time
 
 
-class LocalProvider:
+class LocalProvider(LocalCalls):
     """Sandboxes on this machine: see docs/local.md."""
 
     name: ClassVar[str] = "local"
@@ -98,8 +93,7 @@ class LocalProvider:
         self._prerequisites = Prerequisites(self.home, self._environ, options)
         self._entrance = Entrance(self._prerequisites, self._directory)
         self._rooms = rooms.Rooms(self._prerequisites)
-        self._file_calls = FileCalls(self._entrance)
-        self._gvisor_calls = GvisorCalls(self._entrance, self._prerequisites.owner)
+        super().__init__(self._entrance, self._prerequisites.owner)
 
     @property
     def images(self) -> ImageStore:
@@ -238,8 +232,7 @@ class LocalProvider:
         directory = self._directory(sandbox_id)
         grace_seconds = await self._grace_left(directory, grace_seconds)
         inner = self._entrance.forget(sandbox_id)
-        self._file_calls.forget_calls(sandbox_id)
-        self._gvisor_calls.forget_calls(sandbox_id)
+        self.forget_calls(sandbox_id)
         ended = await destroy.destroy_on_loop(directory, self.home / "trash", grace_seconds)
         if not ended and inner is not None and inner.alive():
             # Somebody has removed its directory and not the sandbox.
@@ -257,78 +250,6 @@ class LocalProvider:
 
     def _destroy(self, directory: SandboxDirectory, grace_seconds: float) -> bool:
         return destroy.destroy(directory, self.home / "trash", grace_seconds)
-
-    # ------------------------------------------------------------ commands, files, ports
-
-    def _calls(self, sandbox_id: str) -> FileCalls | GvisorCalls:
-        """Whoever answers for this sandbox. Raises SandboxGone; with gVisor around it, a pause is one of all."""
-        if self._entrance.known(sandbox_id).key is None:
-            return self._file_calls
-        self._entrance.awake(sandbox_id)
-        return self._gvisor_calls
-
-    async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> ProcessHandle:
-        if self._entrance.known(sandbox_id).key is not None:
-            return await self._gvisor_calls.start_process(sandbox_id, spec)
-        return await self._entrance.start_process(sandbox_id, spec)
-
-    async def read_file(self, sandbox_id: str, path: str) -> AsyncIterator[bytes]:
-        async for chunk in self._calls(sandbox_id).read_file(sandbox_id, _absolute(path)):
-            yield chunk
-
-    async def write_file(
-        self,
-        sandbox_id: str,
-        path: str,
-        chunks: AsyncIterable[bytes],
-        *,
-        size: int | None = None,
-        mode: int | None = None,
-    ) -> int:
-        calls = self._calls(sandbox_id)
-        return await calls.write_file(sandbox_id, _absolute(path), chunks, size=size, mode=mode)
-
-    async def write_file_at(
-        self, sandbox_id: str, path: str, chunks: AsyncIterable[bytes], *, mode: int, modified: float
-    ) -> int:
-        calls = self._calls(sandbox_id)
-        return await calls.write_file_at(sandbox_id, _absolute(path), chunks, mode=mode, modified=modified)
-
-    async def read_into(self, sandbox_id: str, path: str, descriptor: int) -> int:
-        return await self._calls(sandbox_id).read_into(sandbox_id, _absolute(path), descriptor)
-
-    async def write_from(
-        self, sandbox_id: str, path: str, descriptor: int, *, mode: int | None = None
-    ) -> int:
-        return await self._calls(sandbox_id).write_from(sandbox_id, _absolute(path), descriptor, mode=mode)
-
-    async def stat(self, sandbox_id: str, path: str) -> FileEntry:
-        return await self._calls(sandbox_id).stat(sandbox_id, _absolute(path))
-
-    async def list_dir(self, sandbox_id: str, path: str) -> Sequence[FileEntry]:
-        return await self._calls(sandbox_id).list_dir(sandbox_id, _absolute(path))
-
-    async def make_dir(self, sandbox_id: str, path: str) -> None:
-        await self._calls(sandbox_id).make_dir(sandbox_id, _absolute(path))
-
-    async def remove(self, sandbox_id: str, path: str, *, recursive: bool) -> None:
-        await self._calls(sandbox_id).remove(sandbox_id, _absolute(path), recursive=recursive)
-
-    async def read_tree(self, sandbox_id: str, path: str) -> AsyncIterator[bytes]:
-        async for chunk in self._calls(sandbox_id).read_tree(sandbox_id, _absolute(path)):
-            yield chunk
-
-    async def write_tree(self, sandbox_id: str, path: str, chunks: AsyncIterable[bytes]) -> None:
-        await self._calls(sandbox_id).write_tree(sandbox_id, _absolute(path), chunks)
-
-    async def url(self, sandbox_id: str, port: int) -> Url:
-        known = self._entrance.known(sandbox_id)
-        if not known.inner.alive():
-            raise gone(sandbox_id)
-        if known.network:
-            return Url(url=f"http://127.0.0.1:{port}")
-        host, port = await self._calls(sandbox_id).forward(sandbox_id, port)
-        return Url(url=f"http://{host}:{port}")
 
     # ------------------------------------------------------------ pause, snapshots
 
@@ -395,8 +316,7 @@ class LocalProvider:
         return await asyncio.to_thread(self.snapshots.names)
 
     async def aclose(self) -> None:
-        self._file_calls.end_calls()
-        self._gvisor_calls.end_calls()
+        self.end_calls()
         await self._rooms.aclose()
         self._prerequisites.close()
         self._entrance.close()
@@ -426,10 +346,6 @@ def _upper(directory: SandboxDirectory, spec: Mapping[str, Any]) -> str:
     if outer is None or not outer.alive():
         raise gone(directory.sandbox_id, "the sandbox has ended, and the disk of a fixed size with it")
     return f"/proc/{outer.pid}/root{spec['disk']}"
-
-
-def _absolute(path: str) -> str:
-    return path if path.startswith("/") else "/" + path
 
 
 def home_of(environ: Mapping[str, str]) -> Path:
