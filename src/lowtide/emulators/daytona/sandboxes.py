@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import re
-from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from lowtide.emulators.build import BuildFailed
 from lowtide.emulators.daytona import drafting, intervals
 from lowtide.emulators.daytona.answers import Refused, not_found, whole_of
+from lowtide.emulators.daytona.changes import Changes, Tell
 from lowtide.emulators.daytona.drafting import either
 from lowtide.emulators.daytona.image_steps import OPENING, image_steps
 from lowtide.emulators.daytona.machine import Machine
@@ -26,21 +25,17 @@ if TYPE_CHECKING:
     from lowtide.emulators.daytona.volumes import Volumes
     from lowtide.emulators.ground import Ground
 
-log = logging.getLogger("lowtide.emulators")
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@ -]{0,254}")
 _BUILDER_SECONDS = 0.1  # until a builder takes it: the answer to the create says that it waits
 _REMEMBERED = 1000
 _TRIES, _PAUSE_SECONDS = 20, 0.5
 
-Tell = Callable[[Sandbox, SandboxState, SandboxState], Awaitable[None]]
 
-
-class Sandboxes:
+class Sandboxes(Changes):
     def __init__(
         self, ground: Ground, organization_id: str, snapshots: Snapshots, volumes: Volumes, tell: Tell
     ) -> None:
-        self.ground = ground
+        super().__init__(ground, tell)
         self.organization_id = organization_id
         self.machine = Machine(ground)
         self.table: dict[str, Sandbox] = {}
@@ -48,8 +43,6 @@ class Sandboxes:
         self._names: dict[str, str] = {}
         self._snapshots = snapshots
         self._volumes = volumes
-        self._tell = tell
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def get(self, name: str) -> Sandbox:
         """By id or by name. Refused with 404."""
@@ -358,40 +351,6 @@ class Sandboxes:
 
     # ------------------------------------------------------------ the parts
 
-    def _settled(self, sandbox: Sandbox, *allowed: SandboxState) -> None:
-        if sandbox.state not in SETTLED:
-            raise Refused(409, "Sandbox state change in progress")
-        if sandbox.state not in allowed:
-            raise Refused(400, f"Sandbox is not in valid state: it is {sandbox.state}")
-
-    async def _through(
-        self, sandbox: Sandbox, via: SandboxState, to: SandboxState, work: Callable[[], Awaitable[None]]
-    ) -> asyncio.Task[None]:
-        """Answer with the state on the way; the rest goes on by itself."""
-        await self._set(sandbox, via)
-
-        async def go() -> None:
-            async with sandbox.lock:
-                if sandbox.state is not via:
-                    return
-                try:
-                    await work()
-                except LowtideError as error:
-                    sandbox.error_reason = str(error)
-                    await self._set(sandbox, SandboxState.ERROR)
-                    return
-                if sandbox.state is via:  # an expiry may have come in between
-                    await self._set(sandbox, to)
-
-        return self._begin(go())
-
-    async def _set(self, sandbox: Sandbox, state: SandboxState) -> None:
-        before, sandbox.state = sandbox.state, state
-        sandbox.updated_at = self.ground.clock.now()
-        if state in SETTLED:
-            self._arm(sandbox)
-        await self._tell(sandbox, before, state)
-
     def _arm(self, sandbox: Sandbox) -> None:
         if sandbox.timer is not None:
             sandbox.timer.cancel()
@@ -424,14 +383,3 @@ class Sandboxes:
             return
         for user in ("1000:1000", "0:0") if users_are_real() else (None,):
             await self.ground.backing.run(sandbox.backing, ("/bin/sh", "-c", f"kill -{signal} -1"), user=user)
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended_task)
-        return task
-
-    def _ended_task(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("a change of a sandbox failed", exc_info=task.exception())

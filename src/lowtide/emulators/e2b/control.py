@@ -6,15 +6,14 @@ import asyncio
 import hmac
 import json
 import secrets
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 from aiohttp import web
 
+from lowtide.emulators.e2b.answers import created, described_snapshot, listed, timestamp
 from lowtide.emulators.e2b.metrics import sample
 from lowtide.emulators.e2b.model import (
-    ENVD_VERSION,
     LONGEST_TIMEOUT_SECONDS,
     TEMPLATES,
     BadRequest,
@@ -206,7 +205,7 @@ class Control:
         sandbox = await self.sandboxes.create(body)
         if self._fault(FaultName.CREATE_ERROR_STATE, sandbox.metadata):
             sandbox.broken = True
-        return _created(sandbox)
+        return created(sandbox)
 
     # ------------------------------------------------------------ look
 
@@ -216,7 +215,7 @@ class Control:
         states = [s for given in query.getall("state", []) for s in given.split(",") if s]
         if not states:
             states = ["running", "paused"] if request.path.startswith("/v2") else ["running"]
-        after = _timestamp(query["startedAfter"]) if "startedAfter" in query else None
+        after = timestamp(query["startedAfter"]) if "startedAfter" in query else None
         template = query.get("template")
         limit = query_number(request, "limit", _PAGE, lowest=1, largest=_PAGE)
         lag = self._fault(FaultName.LIST_LAGS, {"operation": "list"})
@@ -245,12 +244,12 @@ class Control:
             found = found[ids.index(token) + 1 :] if token in ids else []
         page = found[:limit]
         headers = {"x-next-token": page[-1].sandbox_id} if len(found) > limit and page else {}
-        return web.json_response([_listed(sandbox) for sandbox in page], headers=headers)
+        return web.json_response([listed(sandbox) for sandbox in page], headers=headers)
 
     async def _info(self, request: web.Request) -> web.Response:
         sandbox = self.sandboxes.get(request.match_info["id"])
         described = {
-            **_listed(sandbox),
+            **listed(sandbox),
             "domain": None,
             "allowInternetAccess": sandbox.allow_internet_access,
             "network": sandbox.network or None,
@@ -292,7 +291,7 @@ class Control:
         timeout = checked_timeout(body["timeout"]) if body.get("timeout") is not None else None
         reboot = body.get("memory") is False
         sandbox, resumed = await self.sandboxes.connect(request.match_info["id"], timeout, reboot=reboot)
-        return web.json_response(_created(sandbox), status=201 if resumed else 200)
+        return web.json_response(created(sandbox), status=201 if resumed else 200)
 
     async def _set_timeout(self, request: web.Request) -> web.Response:
         body = await json_object(request)
@@ -323,7 +322,7 @@ class Control:
         answers = [
             {"error": {"code": 500, "message": str(one)}}
             if isinstance(one, Exception)
-            else {"sandbox": _created(one)}
+            else {"sandbox": created(one)}
             for one in made
         ]
         return web.json_response(answers, status=201)
@@ -342,7 +341,7 @@ class Control:
         body = await json_object(request)
         check_fields(body, {"name": TEXT, "memory": FLAG})
         made = await self.sandboxes.snapshot(request.match_info["id"], body.get("name"))
-        return web.json_response(_described_snapshot(made), status=201)
+        return web.json_response(described_snapshot(made), status=201)
 
     async def _snapshots(self, request: web.Request) -> web.Response:
         query = request.query
@@ -359,7 +358,7 @@ class Control:
         limit = query_number(request, "limit", _PAGE, lowest=1, largest=_PAGE)
         page = found[:limit]
         headers = {"x-next-token": page[-1].snapshot_id} if len(found) > limit and page else {}
-        return web.json_response([_described_snapshot(s) for s in page], headers=headers)
+        return web.json_response([described_snapshot(s) for s in page], headers=headers)
 
     async def _alias(self, request: web.Request) -> web.Response:
         """What `Template.exists` asks. The templates that are there are everybody's."""
@@ -390,50 +389,3 @@ def error_answer(request: web.Request, status: int, message: str) -> web.Respons
 
 def _error(code: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
     return web.json_response({"code": code, "message": message}, status=code, headers=headers)
-
-
-def _created(sandbox: Sandbox) -> dict[str, Any]:
-    described: dict[str, Any] = {
-        "templateID": sandbox.template_id,
-        "sandboxID": sandbox.sandbox_id,
-        "clientID": "6532622b",
-        "envdVersion": ENVD_VERSION,
-        "envdAccessToken": sandbox.envd_token,
-        "trafficAccessToken": sandbox.traffic_token,
-        "alias": sandbox.alias,
-    }
-    return {key: value for key, value in described.items() if value is not None}
-
-
-def _listed(sandbox: Sandbox) -> dict[str, Any]:
-    described = {
-        "templateID": sandbox.template_id,
-        "alias": sandbox.alias,
-        "sandboxID": sandbox.sandbox_id,
-        "clientID": "6532622b",
-        "startedAt": _rfc3339(sandbox.started_at),
-        "endAt": _rfc3339(sandbox.end_at),
-        "cpuCount": 2,
-        "memoryMB": 512,
-        "diskSizeMB": 1024,
-        "metadata": sandbox.metadata,
-        "state": sandbox.state,
-        "envdVersion": ENVD_VERSION,
-        "volumeMounts": sandbox.volume_mounts,
-    }
-    return {key: value for key, value in described.items() if value is not None}
-
-
-def _described_snapshot(snapshot: Any) -> dict[str, Any]:
-    return {"snapshotID": snapshot.snapshot_id, "names": [snapshot.name] if snapshot.name else []}
-
-
-def _rfc3339(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
-
-
-def _timestamp(text: str) -> float:
-    try:
-        return datetime.fromisoformat(text.replace(" ", "+")).timestamp()
-    except ValueError:
-        raise BadRequest("not a time") from None

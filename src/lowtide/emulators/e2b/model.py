@@ -13,8 +13,8 @@ from lowtide.emulators.agent.client import Agent
 from lowtide.emulators.clock import Timer
 
 if TYPE_CHECKING:
+    from lowtide.emulators.e2b.guest_process import GuestProcess
     from lowtide.emulators.e2b.interpreter import Interpreter
-    from lowtide.emulators.e2b.process import GuestProcess
 
 ENVD_VERSION = "0.6.13"
 DEFAULT_TIMEOUT_SECONDS = 300
