@@ -257,26 +257,3 @@ def test_many_sandboxes_at_once_need_more_than_one_connection(
         boxes = [session.sandbox() for _ in range(5)]
         running = [box.exec(["sh", "-c", "echo in; sleep 0.2"]) for box in boxes]
         assert [one.result(SECONDS).stdout for one in running] == ["in\n"] * 5
-
-
-def test_the_log_of_the_main_process(emulator: Any) -> None:
-    script = "echo one; echo two >&2; until [ -e /tmp/go ]; do sleep 0.05; done; echo three"
-    with Sandbox.run("sh", "-c", script, provider="coreweave") as box:
-        following = box.stream_logs(follow=True)
-        first = next(following)
-        box.write_file("/tmp/go", b"").result(SECONDS)
-        assert first + "".join(following) == "one\ntwo\nthree\n"
-    with Sandbox.run("sh", "-c", "seq 100; sleep 600", provider="coreweave") as box:
-        assert box.exec(["true"]).result(SECONDS).returncode == 0
-        deadline = time.monotonic() + 60
-        while "".join(box.stream_logs(tail_lines=2)) != "99\n100\n":
-            assert time.monotonic() < deadline
-        following = box.stream_logs(follow=True)
-        assert next(following).startswith("1\n")
-        following.close()
-
-
-def test_a_provider_without_a_log_says_what_to_do() -> None:
-    with pytest.raises(UnsupportedError, match=r"exec\(\)") as caught:
-        Sandbox(provider="local").stream_logs()
-    assert caught.value.feature == "logs"

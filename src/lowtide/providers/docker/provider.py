@@ -30,7 +30,7 @@ from lowtide.providers.base import (
     Url,
     nothing_sent,
 )
-from lowtide.providers.docker import container, ended, images, runtimes
+from lowtide.providers.docker import container, ended, images, logs, runtimes
 from lowtide.providers.docker.access import KEEP, Endpoint, fingerprint, resolve
 from lowtide.providers.docker.channel import ExecChannel, key_of, open_channel
 from lowtide.providers.docker.client import EngineClient, checked_id
@@ -361,6 +361,9 @@ class DockerProvider(Calls):
                 "the new lifetime was not confirmed", provider="docker", sandbox_id=sandbox_id
             ) from error
         return datetime.now(UTC) + timedelta(seconds=granted)
+
+    def logs(self, sandbox_id: str, *, follow: bool, tail_lines: int | None) -> AsyncIterator[bytes]:
+        return logs.read(self, sandbox_id, follow=follow, tail_lines=tail_lines)
 
     async def snapshot(self, sandbox_id: str, name: str) -> str:
         await self.get(sandbox_id)  # ours, and there

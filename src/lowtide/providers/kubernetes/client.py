@@ -149,6 +149,13 @@ class Api:
                 raise
             yield "ERROR", {}
 
+    async def text(self, path: str, params: Mapping[str, str]) -> AsyncIterator[bytes]:
+        """An answer that is no JSON, as it comes. Nobody knows when it goes on."""
+        quiet = aiohttp.ClientTimeout(total=None, sock_connect=REQUEST_SECONDS)
+        async with self._asked("GET", path, params=params, timeout=quiet) as answer:
+            async for data in answer.content.iter_any():
+                yield data
+
     async def websocket(
         self, path: str, *, params: Sequence[tuple[str, str]], protocol: str, heartbeat: float
     ) -> aiohttp.ClientWebSocketResponse:

@@ -210,6 +210,16 @@ class KubernetesProvider(Calls):
         host, number = await self.forward(sandbox_id, port)
         return Url(url=f"http://{host}:{number}")
 
+    async def logs(self, sandbox_id: str, *, follow: bool, tail_lines: int | None) -> AsyncIterator[bytes]:
+        """As the node keeps it. Takes the right to get pods/log."""
+        namespace, name = self._lookup.split(sandbox_id)
+        params = {"container": pod.CONTAINER, "follow": "true" if follow else "false"}
+        if tail_lines is not None:
+            params["tailLines"] = str(tail_lines)
+        with mapped(sandbox_id):
+            async for data in self._api.text(f"{pod.pods(namespace)}/{name}/log", params):
+                yield data
+
     async def _open_channel(self, sandbox_id: str, first: bytes) -> Channel:
         from lowtide.providers.kubernetes.channel import open_channel
 

@@ -11,7 +11,7 @@ from lowtide import Sandbox
 from lowtide.engine import engine
 from lowtide.errors import ResourceExhaustedError, SandboxError, UnsupportedError
 from lowtide.providers.base import Capability, Provider, SandboxState
-from lowtide.providers.optional import Snapshots
+from lowtide.providers.optional import Logs, Snapshots
 from lowtide.testing.conformance.base import (
     ANSWER_SECONDS,
     Conformance,
@@ -66,6 +66,28 @@ class FeaturesConformance(Conformance):
         box.wait_until_complete().result(ANSWER_SECONDS)
         assert box.get_status() is SandboxState.COMPLETED
         assert box.returncode == 0
+
+    @requires(Capability.COMMAND)
+    def test_the_log_of_the_main_process(
+        self, make_sandbox: Callable[..., Sandbox], provider: Provider
+    ) -> None:
+        script = "seq 3; echo four >&2; until [ -e /tmp/go ]; do sleep 0.05; done; printf '\\377end\\n'"
+        box = make_sandbox("sh", "-c", script)
+        if not isinstance(provider, Logs):
+            with pytest.raises(UnsupportedError, match=r"exec\(\)") as caught:
+                box.stream_logs()
+            assert caught.value.feature == "logs"
+            return
+        eventually(lambda: len("".join(box.stream_logs())) == 11, what="what the main command prints")
+        assert sorted("".join(box.stream_logs()).split()) == ["1", "2", "3", "four"]
+        assert len("".join(box.stream_logs(tail_lines=2)).split()) == 2
+        left = box.stream_logs(follow=True)
+        next(left)
+        left.close()
+        following = box.stream_logs(follow=True)
+        first = next(following)
+        box.write_file("/tmp/go", b"").result(ANSWER_SECONDS)
+        assert (first + "".join(following)).endswith("\ufffdend\n")
 
     @requires(Capability.LIFETIME)
     def test_a_lifetime_ends_it_without_being_asked(
