@@ -3,6 +3,8 @@ accounts; it is stopped or terminated, its ledger is taken away. Nobody who live
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.lifecycle.guardian_link import connect
+from lowtide.lifecycle.guardian_link import connect, lock_name
 from tests.crash.environments import few_descriptors, pid_namespace
 from tests.crash.world import World
 
@@ -224,6 +226,38 @@ def test_a_guardian_terminated_together_with_its_owner_ends_everything(world: Wo
     until(lambda: not os.path.exists(f"/proc/{guardian}"))
     assert not world.existing()
     assert not world.open_rows()
+
+
+def test_an_owner_that_dies_while_the_last_guardian_is_leaving(world: World) -> None:
+    # That one takes its time: it has closed its way in, and deletes what the sandboxes before have written.
+    path = world.home / lock_name()
+    leaving = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(leaving, fcntl.LOCK_EX)
+    owner = world.start("hold", 2)
+    owner.until("READY")
+    owner.kill()
+    until(lambda: all(_has_open(one, path) for one in _guardians(world)))  # none is on its way up
+    assert owner.made() <= world.existing()
+    os.close(leaving)
+    world.wait_until_clean()
+
+
+def _guardians(world: World) -> list[str]:
+    found = []
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            words = Path("/proc", name, "cmdline").read_bytes().split(b"\0") if name.isdigit() else []
+            if words[-3:] == [b"lowtide.lifecycle.guardian_process", os.fsencode(world.home), b""]:
+                found.append(name)
+    return found
+
+
+def _has_open(process: str, path: Path) -> bool:
+    try:
+        links = [os.readlink(f"/proc/{process}/fd/{fd}") for fd in os.listdir(f"/proc/{process}/fd")]
+    except OSError:
+        return False
+    return str(path) in links
 
 
 def test_an_owner_that_lives_starts_another_guardian_after_a_termination(world: World) -> None:

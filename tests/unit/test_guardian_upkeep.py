@@ -359,3 +359,20 @@ async def eventually(condition: Callable[[], bool]) -> None:
 def test_labels_of_an_owner_fit_everywhere() -> None:
     marks = Labels(lease_id="a", ledger_id="b", owner=Owner.current().label)
     assert all(len(value) <= 59 for value in marks.as_dict().values())
+
+
+async def test_the_next_one_may_begin_before_this_one_has_tidied_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    (tmp_path / "home").mkdir(mode=0o700)
+    guardian = Guardian(tmp_path / "home", leaves=lambda: order.append("leaves"))
+
+    async def tidy(accounts: object) -> None:
+        order.append("tidies up")
+
+    monkeypatch.setattr(guardian.workers, "aclose", tidy)
+    monkeypatch.setattr("lowtide.lifecycle.guardian.IDLE_SECONDS", 0.01)
+    await guardian.run()
+    assert order == ["leaves", "tidies up"]
+    guardian.ledger.close()

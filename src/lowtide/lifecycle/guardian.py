@@ -13,7 +13,7 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,12 @@ AT_ONCE = 64
 class Guardian:
     """The process's one guardian; runs until nothing is left to do."""
 
-    def __init__(self, path: Path, *, descriptors: int = 1024) -> None:
+    def __init__(
+        self, path: Path, *, descriptors: int = 1024, leaves: Callable[[], None] = lambda: None
+    ) -> None:
+        """`leaves` is called once it looks at nothing any more: the next one may begin, whatever is left to tidy up."""
         self.path = path
+        self._leaves = leaves
         self.ledger = SqliteLedger(path / "ledger.db")
         self.ledger.replaced = self._ledger_replaced
         self.workers = Workers(path)
@@ -89,6 +93,7 @@ class Guardian:
                 await asyncio.wait_for(self.changed.wait(), self._pause())
         point("guardian:leaving")
         self.links.close()
+        self._leaves()
         self.watch.close()
         await self.workers.aclose(await self._accounts())
         log.info("guardian %d leaves: %s", os.getpid(), self._why_it_leaves())

@@ -70,8 +70,14 @@ class GuardianLink:
             # It may have come up since the last look: what it is not told now it could not end after a kill.
             if self._try_to_connect():
                 self._linking.cancel()
-        elif asyncio.get_running_loop().time() >= self._again_at:
-            self._come_up()
+        else:
+            self.look_again()
+
+    def look_again(self) -> None:
+        """While leases are held: what could not be started for want of a process may be possible by now."""
+        if self._providers and self._socket is None and self._linking is None:
+            if asyncio.get_running_loop().time() >= self._again_at:
+                self._come_up()
 
     def forget(self) -> None:
         """In a forked child: let go of the parent's link without ending it."""

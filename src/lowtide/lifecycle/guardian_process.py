@@ -10,18 +10,21 @@ import os
 import resource
 import signal
 import sys
+import time
 from io import TextIOWrapper
 from pathlib import Path
 
 from lowtide.errors import LowtideError
 from lowtide.lifecycle.crash_points import point
 from lowtide.lifecycle.guardian import Guardian
-from lowtide.lifecycle.guardian_link import LOG, lock_name
+from lowtide.lifecycle.guardian_link import LOG, lock_name, socket_name
 
 log = logging.getLogger("lowtide.guardian")
 
 LOG_BYTES = 1_000_000
 """The log starts anew past this, keeping one old file."""
+TURN_SECONDS = 30.0
+"""How long a new guardian waits for one that has closed its way in and holds the lock."""
 
 
 def main(path: str) -> None:
@@ -31,15 +34,14 @@ def main(path: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     lock = os.open(os.path.join(path, lock_name()), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not _is_the_one(lock, Path(path) / socket_name()):
         return
     point("guardian:locked")
     log_to(Path(path) / LOG)
     descriptors = _raise_descriptor_limit()
     try:
-        asyncio.run(Guardian(Path(path), descriptors=descriptors).run())
+        guardian = Guardian(Path(path), descriptors=descriptors, leaves=lambda: os.close(lock))
+        asyncio.run(guardian.run())
     except FileNotFoundError as error:  # the whole state directory was removed under us
         log.warning("guardian leaves: %s", error)
     except LowtideError as error:
@@ -48,6 +50,24 @@ def main(path: str) -> None:
     except Exception:
         log.exception("guardian failed")
         sys.exit(1)
+
+
+def _is_the_one(lock: int, way_in: Path) -> bool:
+    """Whether this is the guardian from now on.
+
+    One that has the lock and a way in is there for everybody. Without a way in it only comes up, or is leaving and
+    looks at nothing any more: whoever has started us may be dead before it is gone, so that is waited for.
+    """
+    deadline = time.monotonic() + TURN_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if way_in.exists() or time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        else:
+            return True
 
 
 def log_to(path: Path) -> None:

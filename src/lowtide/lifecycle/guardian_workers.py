@@ -17,7 +17,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from lowtide import isolated
 from lowtide.errors import (
@@ -44,6 +44,8 @@ T = TypeVar("T")
 IDLE_SECONDS = 30.0
 ANSWER_SECONDS = 180.0
 """More than any job may take: a worker that has not answered by then never will."""
+LEAVE_SECONDS = 30.0
+"""For a worker to end when the guardian leaves."""
 
 
 class NoCredentials(LowtideError):
@@ -220,11 +222,15 @@ class _Worker:
             return self._process
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
-        while process.stdout is not None and (line := await process.stdout.readline()):
-            answer = json.loads(line)
-            waiting = self._waiting.pop(answer["number"], None)
-            if waiting is not None and not waiting.done():
-                waiting.set_result(answer)
+        try:
+            while process.stdout is not None and (line := await process.stdout.readline()):
+                answer = json.loads(line)
+                waiting = self._waiting.pop(answer["number"], None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(answer)
+        except (ValueError, KeyError, TypeError) as error:  # no answer of ours: the next job gets another worker
+            log.warning("a worker for %s said what is no answer: %s", self._arguments[1], error)
+            process.kill()
         self.ended = True
         await process.wait()
         for waiting in self._waiting.values():
@@ -237,18 +243,27 @@ class _Worker:
             self._process.stdin.close()
 
     async def aclose(self) -> None:
+        """It ends by itself, unless its SDK holds it: then it is killed, and its row says what is left to do."""
         self.retire()
         if self._process is not None:
-            await self._process.wait()
+            try:
+                await asyncio.wait_for(self._process.wait(), LEAVE_SECONDS)
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+                await self._process.wait()
 
 
 def main(path: str, name: str, account: str) -> None:
     """The worker process. It ends with its input: a SIGTERM to the whole group is the guardian's to answer."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    asyncio.run(_work(Path(path), name, account))
+    # Answers go where nothing else does: an SDK that prints a word would be taken for one.
+    with open(os.dup(1), "wb") as answers:
+        os.dup2(2, 1)
+        asyncio.run(_work(Path(path), name, account, answers))
 
 
-async def _work(path: Path, name: str, account: str) -> None:
+async def _work(path: Path, name: str, account: str, answers: BinaryIO) -> None:
     ledger = SqliteLedger(path / "ledger.db")
     try:
         provider: Provider | None = connect(name, account, dict(os.environ))
@@ -265,8 +280,8 @@ async def _work(path: Path, name: str, account: str) -> None:
     async def serve(job: dict[str, Any]) -> None:
         async with room:
             answer = await _do(ledger, provider, refusal, job)
-        sys.stdout.buffer.write(json.dumps({**answer, "number": job["number"]}).encode() + b"\n")
-        sys.stdout.buffer.flush()
+        answers.write(json.dumps({**answer, "number": job["number"]}).encode() + b"\n")
+        answers.flush()
 
     while True:
         try:

@@ -24,6 +24,8 @@ async def while_holding(life: Lifecycle) -> None:
     while life.held:
         shortest = min(held.lease.lifetime_seconds or LEASE_SECONDS for held in life.held.values())
         await asyncio.sleep(shortest / 8)
+        if life.guardian is not None:
+            life.guardian.look_again()
         for held in list(life.held.values()):
             if held.lease.sandbox_id is None or held.ending is not None:
                 continue

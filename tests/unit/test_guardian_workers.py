@@ -1,0 +1,96 @@
+"""The guardian's workers, with an SDK in them that prints, or that does not let its process end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from lowtide.lifecycle import guardian_workers
+from lowtide.lifecycle.guardian_workers import Credentials, Workers
+from lowtide.lifecycle.keep import Decision, Fate
+from lowtide.lifecycle.lease import Lease, LeaseState, Outcome, new_lease_id
+from lowtide.lifecycle.owner import Owner
+from lowtide.lifecycle.sqlite_ledger import SqliteLedger
+from lowtide.providers.base import SandboxSpec
+from lowtide.testing import FaultyService
+from lowtide.testing.faulty import FaultyProvider
+
+NOISY = """
+import dataclasses, os, threading, time
+from lowtide.testing.faulty import FaultyProvider
+
+print("an SDK is proud of its version")
+
+class Noisy(FaultyProvider):
+    name = "noisy"
+    traits = dataclasses.replace(FaultyProvider.traits, light=False)
+
+    async def destroy(self, sandbox_id, *, grace_seconds=0.0):
+        print("deleting", sandbox_id, flush=True)
+        os.write(1, b"and a library in C, too\\n")
+        if "LOWTIDE_NOISY_STAYS" in os.environ:
+            threading.Thread(target=time.sleep, args=(1000,)).start()
+        return await super().destroy(sandbox_id, grace_seconds=grace_seconds)
+"""
+
+
+@pytest.fixture
+def noisy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third party's provider, which is not light: it runs in a worker."""
+    site = tmp_path / "site"
+    (site / "noisy-1.dist-info").mkdir(parents=True)
+    (site / "noisy.py").write_text(NOISY)
+    (site / "noisy-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: noisy\nVersion: 1\n")
+    (site / "noisy-1.dist-info" / "entry_points.txt").write_text("[lowtide.providers]\nnoisy = noisy:Noisy\n")
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setattr(guardian_workers, "ANSWER_SECONDS", 20.0)
+
+
+async def _made(home: Path, service: FaultyService) -> Lease:
+    ledger = SqliteLedger(home / "ledger.db")
+    provider = FaultyProvider(service.directory)
+    lease = Lease(
+        lease_id=new_lease_id(),
+        provider="noisy",
+        account=provider.account,
+        owner=Owner.current(),
+        ledger_id=ledger.ledger_id,
+        state=LeaseState.LIVE,
+    )
+    info = await provider.create(SandboxSpec(labels=lease.labels))
+    await ledger.intend(lease)
+    await ledger.note(lease.lease_id, "", sandbox_id=info.sandbox_id)
+    ledger.close()
+    return lease
+
+
+async def test_an_sdk_that_prints_is_not_taken_for_an_answer(tmp_path: Path, noisy: None) -> None:
+    with FaultyService(tmp_path / "service") as service:
+        lease = await _made(tmp_path, service)
+        workers = Workers(tmp_path)
+        workers.learn(Credentials("noisy", lease.account, {"LOWTIDE_FAULTY_DIR": str(service.directory)}))
+        outcome, _ = await workers.end(lease, Decision(Fate.DESTROY, "its owner is dead"))
+        assert outcome is Outcome.DESTROYED
+        assert not service.sandboxes()
+        await workers.aclose()
+
+
+async def test_a_worker_that_does_not_end_keeps_no_guardian(
+    tmp_path: Path, noisy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guardian_workers, "LEAVE_SECONDS", 0.5)
+    environ = {"LOWTIDE_NOISY_STAYS": "1"}
+    with FaultyService(tmp_path / "service") as service:
+        lease = await _made(tmp_path, service)
+        workers = Workers(tmp_path)
+        environ["LOWTIDE_FAULTY_DIR"] = str(service.directory)
+        workers.learn(Credentials("noisy", lease.account, environ))
+        await workers.end(lease, Decision(Fate.DESTROY, "its owner is dead"))
+        (worker,) = workers._workers.values()
+        assert worker._process is not None
+        async with asyncio.timeout(20):
+            await workers.aclose()
+        assert not os.path.exists(f"/proc/{worker._process.pid}")
