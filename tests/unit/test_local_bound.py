@@ -288,6 +288,29 @@ def test_killed_owners_leave_no_group(tmp_path: Path, how: str) -> None:
     assert bound_groups.left_over(home / "local") == []
 
 
+@needs_groups
+def test_whoever_comes_next_removes_the_empty_groups_of_homes_that_are_gone(tmp_path: Path) -> None:
+    """A home that was deleted, or a container that was killed whole, leaves nobody who would."""
+    place = cgroups.hierarchy("pids")
+    assert isinstance(place, cgroups.Hierarchy)
+    groups = [place.parent / bound_groups.name(tmp_path / name) for name in ("empty", "young", "used")]
+    empty, young, used = groups
+    held = subprocess.Popen(["sleep", "100"])
+    try:
+        for group in groups:
+            (group / "lowtide-shared").mkdir(parents=True)
+        (used / "lowtide-shared" / "cgroup.procs").write_text(str(held.pid))
+        for group in (empty, used):
+            os.utime(group, (0, 0))
+        bound_groups.sweep([place.parent])
+        assert [group.exists() for group in groups] == [False, True, True]
+        assert (used / "lowtide-shared").exists()
+    finally:
+        held.kill()
+        held.wait()
+        bound_groups.release([str(group) for group in groups], 5.0)
+
+
 def children(pid: int) -> list[int]:
     found = []
     for task in os.listdir(f"/proc/{pid}/task"):

@@ -9,10 +9,11 @@ pays nothing for it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +21,10 @@ from lowtide.providers.local import cgroups
 from lowtide.providers.local.bound import Bound
 
 _CONTROLLERS = {"memory_bytes": "memory", "pids": "pids", "cpu_weight": "cpu"}
-_INNER = "lowtide-shared"
+_OUTER, _INNER = "lowtide-all-", "lowtide-shared"
 _TRIES = 5
+_REMOVED = (errno.ENOENT, errno.ENODEV)
+_UNUSED_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +86,12 @@ def join(groups: Sequence[Shared], pid: int) -> dict[str, str]:
                 refused |= _make(group)
                 (group.inner / "cgroup.procs").write_text(str(pid))
                 break
-            except FileNotFoundError as error:
-                if left:
+            except OSError as error:
+                if left and error.errno in _REMOVED:
                     continue  # whoever ended the last sandbox has removed it at this instant
                 refused |= _not_held(group, error)
-            except OSError as error:
-                refused |= _not_held(group, error)
                 break
+    sweep({group.place.parent for group in groups})
     return refused
 
 
@@ -99,9 +101,9 @@ def _make(group: Shared) -> dict[str, str]:
     for attribute, file, text in group.settings:
         try:
             cgroups.write(group.path, file, text)
-        except FileNotFoundError:
-            raise
         except OSError as error:
+            if error.errno in _REMOVED:
+                raise
             refused[attribute] = f"{group.path}/{file}: {error.strerror}"
     if group.controllers:
         words = " ".join(f"+{name}" for name in group.controllers)
@@ -134,6 +136,20 @@ def release(paths: Sequence[str], patience_seconds: float = 0.0) -> None:
         time.sleep(0.01)
 
 
+def sweep(parents: Collection[Path]) -> None:
+    """Remove the empty ones of other homes. A home that was deleted, or a container that was killed whole, leaves
+    nobody who would: its last process was in the group when the last one looked.
+
+    The kernel removes none that a process is in. One that is being joined is younger than this, or made again.
+    """
+    for parent in parents:
+        with contextlib.suppress(OSError):
+            for name in os.listdir(parent):
+                path = f"{parent}/{name}"
+                if name.startswith(_OUTER) and time.time() - os.stat(path).st_mtime > _UNUSED_SECONDS:
+                    release([path])
+
+
 def _members(paths: Sequence[str]) -> list[str]:
     found = []
     for path in paths:
@@ -151,7 +167,7 @@ def left_over(home: Path) -> list[str]:
 
 def name(home: Path) -> str:
     """The outer group's, for this state directory of the local provider."""
-    return f"lowtide-all-{hashlib.sha256(str(home).encode()).hexdigest()[:16]}"
+    return f"{_OUTER}{hashlib.sha256(str(home).encode()).hexdigest()[:16]}"
 
 
 def _parent(controller: str) -> Path | None:
