@@ -227,6 +227,16 @@ class HeldSandbox:
             why="it belongs to the process that this one was forked from",
         )
 
+    def left_to_exit(self) -> EndReport:
+        """What an end comes to that is asked for at the interpreter's very end, when no thread runs any more."""
+        return EndReport(
+            outcome=Outcome.LEFT,
+            sandbox_id=self.sandbox_id,
+            provider=self.provider_name,
+            seconds=0.0,
+            why="this Python has ended: its exit hook has ended the sandbox, or the guardian does",
+        )
+
     async def adopt(self, *, session: str, take: bool) -> None:
         """Make this process its owner. SandboxOwnedError unless nobody else is, or `take`."""
         from lowtide.lifecycle.leases import lifecycle

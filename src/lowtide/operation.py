@@ -71,10 +71,14 @@ class Operation(Coroutine[Any, Any, T_co]):
     has ever asked, the log says so once. It is a coroutine, too: ``asyncio.create_task(op)`` and task groups take it.
     """
 
+    _kind: type[concurrent.futures.Future[Any]] | None = None
+    """Of the futures there were: at the interpreter's very end nothing can be imported any more."""
     _heard = False
     _steps: dict[Any, Generator[Any, None, T_co]] | None = None
 
     def __init__(self, future: concurrent.futures.Future[T_co], audience: Audience | None = None) -> None:
+        if Operation._kind is None:
+            Operation._kind = type(future)
         self._future = future
         self._audience = audience
         self._generation = _generation
@@ -105,9 +109,10 @@ class Operation(Coroutine[Any, Any, T_co]):
     @classmethod
     def over(cls, value: T) -> Operation[T]:
         """One that is done already, without the engine."""
-        import concurrent.futures
-
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        kind = cls._kind
+        if kind is None:
+            from concurrent.futures import Future as kind  # noqa: N813
+        future: concurrent.futures.Future[T] = kind()
         future.set_result(value)
         return Operation(future)
 
@@ -238,6 +243,8 @@ class Operation(Coroutine[Any, Any, T_co]):
 
 
 def _timeout(value: Any) -> float | None:
+    if value is None:
+        return None
     from lowtide import validate
 
     return validate.timeout("timeout", value)

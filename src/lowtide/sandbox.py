@@ -202,6 +202,8 @@ class Sandbox(SandboxFacts, SandboxCommands, SandboxFiles):
         """
         if self._life.inherited:
             return Operation.over(self._life.left_to_parent())
+        if sys.is_finalizing():
+            return Operation.over(self._life.left_to_exit())
         validate.flag("failed", failed)
         validate.flag("keep", keep)
         if keep and snapshot_on_stop:
@@ -269,6 +271,8 @@ class Sandbox(SandboxFacts, SandboxCommands, SandboxFiles):
     ) -> None:
         if self._life.inherited:
             return  # a forked child leaves its parent's block; the sandbox is the parent's
+        if sys.is_finalizing():
+            return  # a generator that nobody has finished: the exit hook has ended it
         block_exit.leave(Operation.start(self._end(failed=block_exit.is_failure(error))), error)
 
     async def __aenter__(self) -> Self:

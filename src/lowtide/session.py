@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import builtins
 import logging
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Self, TypeVar
@@ -222,6 +223,9 @@ class Session:
         if self._parents and not self._members:
             self._closed = True
             return Operation.over([sandbox._life.left_to_parent() for sandbox in self._parents])
+        if sys.is_finalizing():
+            self._closed = True
+            return Operation.over([sandbox._life.left_to_exit() for sandbox in self._members.values()])
         return Operation.start(self._close(failed=failed))
 
     def _check_open(self) -> None:

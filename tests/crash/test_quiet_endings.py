@@ -88,6 +88,26 @@ QUIET = {
             await asyncio.sleep(0.5)
         asyncio.run(main())
     """,
+    "a generator that is never finished": """
+        def boxes():
+            with Sandbox.run(**OPTIONS) as box:
+                box.exec(["true"]).result()
+                yield box
+        unfinished = boxes()
+        next(unfinished)
+    """,
+    "ends in finalizers": """
+        class Agent:
+            def __init__(self):
+                self.session = Session({"provider": PROVIDER})
+                self.box = self.session.sandbox()
+                self.box.exec(["true"]).result()
+                self.itself = self
+            def __del__(self):
+                self.box.stop().result()
+                self.session.close().result()
+        agent = Agent()
+    """,
     "in a thread": """
         def work():
             with Sandbox.run(**OPTIONS) as box:
