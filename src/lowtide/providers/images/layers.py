@@ -13,6 +13,7 @@ from lowtide.errors import ValidationError
 from lowtide.providers.images import documents
 from lowtide.providers.images.bounds import Budget
 from lowtide.providers.images.unpack import unpack_layer
+from lowtide.trees.passable import make_passable
 from lowtide.trees.remove import remove_tree
 
 
@@ -67,7 +68,7 @@ class LayerStore:
     @contextlib.contextmanager
     def _locked(self, how: int) -> Iterator[None]:
         for path in (self.directory.parent.parent, self.directory.parent, self.directory):
-            path.mkdir(mode=0o711, parents=True, exist_ok=True)
+            make_passable(path)
         fd = os.open(self.directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, how)

@@ -28,6 +28,7 @@ from lowtide.providers.images.documents import words
 from lowtide.providers.images.layers import LayerStore
 from lowtide.providers.images.pull import Reference, Registry, save
 from lowtide.providers.images.unpack import unpack_layer
+from lowtide.trees.passable import make_passable
 from lowtide.trees.remove import remove_tree
 from lowtide.trees.tar import CarefulInfo
 from lowtide.trees.walk import size
@@ -124,7 +125,7 @@ class ImageStore:
         configuration = _configuration(name, config)
         budget = self._budget()
         draft = self.directory / f".{os.urandom(6).hex()}"
-        draft.mkdir(mode=0o711)
+        make_passable(draft)
         try:
             count = 0
             for count, layer in enumerate(layers, 1):
@@ -140,7 +141,7 @@ class ImageStore:
 
     def _budget(self) -> Budget:
         for path in (self.directory.parent, self.directory):
-            path.mkdir(mode=0o711, parents=True, exist_ok=True)
+            make_passable(path)
         return Budget(self._bounds, self.directory)
 
     def _replace(self, name: str, draft: Path) -> None:
@@ -187,7 +188,7 @@ class ImageStore:
                     diff_ids=list(found.diff_ids),
                 )
                 draft = self.directory / f".{os.urandom(6).hex()}"
-                draft.mkdir(mode=0o711)
+                make_passable(draft)
                 try:
                     (draft / "manifest.json").write_text(json.dumps(manifest))
                     self._replace(name, draft)
@@ -200,7 +201,7 @@ class ImageStore:
     def _one_at_a_time(self, name: str) -> Iterator[None]:
         """Two sandboxes from the same missing image fetch it once, also in two processes."""
         for path in (self.directory.parent, self.directory):
-            path.mkdir(mode=0o711, parents=True, exist_ok=True)
+            make_passable(path)
         path = self.directory / f".{hashlib.sha256(name.encode()).hexdigest()[:16]}.lock"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:

@@ -35,6 +35,7 @@ def unpack_layer(layer: IO[bytes], target: str, owner: int | None, budget: Budge
     os.mkdir(target, 0o755)
     root = os.open(target, _DIRECTORY)
     try:
+        os.fchmod(root, 0o755)  # whatever the program's umask is
         if owner is not None:
             os.fchown(root, owner, owner)
         content = Content(layer, budget)
@@ -189,6 +190,7 @@ def _open_directory(root: int, parts: list[str], owner: int | None) -> int:
             ) from None
         finally:
             os.close(parent)
+        os.fchmod(fd, 0o755)
         if owner is not None:
             os.fchown(fd, owner, owner)
     return fd

@@ -157,6 +157,7 @@ class Launch:
                     open(f"{directory.path}/root/etc/resolv.conf", "wb") as file,
                 ):
                     file.write(Path("/etc/resolv.conf").read_bytes())
+                    os.fchmod(file.fileno(), 0o644)
         if self.prerequisites.owner is not None:
             os.chown(directory.path, self.prerequisites.owner, self.prerequisites.owner)
 
@@ -174,6 +175,7 @@ class Launch:
 
     def _own_dir(self, path: str) -> None:
         os.mkdir(path, 0o755)
+        os.chmod(path, 0o755)  # whatever the program's umask is: it is what everybody inside sees
         if self.prerequisites.owner is not None:
             os.chown(path, self.prerequisites.owner, self.prerequisites.owner)
 

@@ -77,6 +77,7 @@ class Masks:
         if not place.is_dir():
             draft = place.with_name(f".{place.name}.{os.getpid()}.{os.urandom(4).hex()}")
             draft.mkdir(mode=0o755, parents=True)
+            draft.chmod(0o755)
             draft.parent.chmod(0o711)
             try:
                 for name in names:

@@ -23,6 +23,7 @@ from lowtide.providers.local.create import Launch, Room
 from lowtide.providers.local.enter import command_starter_message
 from lowtide.providers.local.prerequisites import Prerequisites
 from lowtide.providers.local.sandbox_directory import SandboxDirectory
+from lowtide.trees.passable import make_passable
 
 _all: weakref.WeakSet[Rooms] = weakref.WeakSet()
 
@@ -92,7 +93,7 @@ class Rooms:
                 await asyncio.to_thread(rooms_on_disk.sweep, self._prerequisites.home)
             # Here and not in the thread, which goes on when this is cancelled.
             for path in (directory.path.parent.parent, directory.path.parent):
-                path.mkdir(mode=0o711, exist_ok=True)  # passable, as the directory of the sandboxes is
+                make_passable(path)  # as the directory of the sandboxes is
             launch.reserve()
             launch.furnish()
             inner = await launch.run(leash=(os.dup(near.fileno()), far.detach()))

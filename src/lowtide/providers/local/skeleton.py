@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowtide.providers.local import python_environment, python_trees
+from lowtide.trees.passable import make_passable
 
 _FORMAT = 6  # part of the fingerprint: raise it when what is built below changes
 
@@ -78,7 +79,7 @@ def _fingerprint(owner: int | None) -> str:
 
 
 def _build_atomically(place: Path, owner: int | None) -> None:
-    place.parent.mkdir(mode=0o711, parents=True, exist_ok=True)
+    make_passable(place.parent)
     draft = place.with_name(f".{place.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
         _build(draft)
@@ -124,6 +125,8 @@ def _build(draft: Path) -> None:
     for path in _walk(draft):
         if path.is_dir() and not path.is_symlink() and not path.stat().st_mode & stat.S_ISVTX:
             path.chmod(0o755)
+        elif path.is_file() and not path.is_symlink():  # all of it is for everybody, whatever the program's umask is
+            path.chmod(path.stat().st_mode | 0o444)
     (root / "home/user").chmod(0o755)
 
 

@@ -16,6 +16,7 @@ from lowtide.errors import SandboxNotFoundError, ValidationError
 from lowtide.providers.local.base_layers import BaseLayers
 from lowtide.providers.local.sandbox_directory import SandboxDirectory, sandbox_directories, valid_id
 from lowtide.trees.copy import copy_tree
+from lowtide.trees.passable import make_passable
 from lowtide.trees.remove import remove_tree
 
 
@@ -40,9 +41,9 @@ class SnapshotStore:
         """
         word = re.sub(r"[^A-Za-z0-9._-]", "-", name).strip(".-_")[:80] or "snapshot"
         snapshot_id = f"{word}-{os.urandom(4).hex()}"
-        self.directory.mkdir(mode=0o711, exist_ok=True)
+        make_passable(self.directory)
         draft = self.directory / f".{snapshot_id}"
-        draft.mkdir(mode=0o711)
+        make_passable(draft)
         try:
             for tree in ("root", "usr"):
                 source = f"{top}/{tree}"

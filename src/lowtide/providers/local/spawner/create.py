@@ -183,7 +183,7 @@ def become_bwrap(message: Message, stderr: int, info: int, namespace: int, ready
         own,
         *map(memory, message.get("files", ())),
     )
-    copies = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in wanted]
+    copies = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, len(wanted)) for fd in wanted]
     for target, fd in enumerate(copies):
         os.dup2(fd, target, inheritable=True)
     libc.syscall(SYS_CLOSE_RANGE, len(wanted), 0x7FFFFFFF, 4)  # mark close-on-exec

@@ -1,0 +1,39 @@
+"""Local sandboxes for programs that are started with a narrow umask or with few descriptors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import os, resource, sys
+{first}
+from lowtide import Sandbox
+boxes = [Sandbox.run(network="full") for _ in range(3)]  # the last one moves into what was made ahead
+print({{box.exec(["stat", "-c", "%a", "/", "/etc", "/etc/passwd", "/etc/resolv.conf"]).result().stdout for box in boxes}})
+kept = boxes[0].snapshot().result()
+print(Sandbox.run(snapshot=kept).exec(["sh", "-c", "cat /etc/hostname; python3 -c 'print(1)'"]).result().stdout)
+"""
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param("os.umask(0o077)", id="umask"),
+        pytest.param("resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))", id="descriptors"),
+    ],
+)
+def test_it_is_the_same_sandbox(tmp_path: Path, first: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(first=first)],
+        env={**os.environ, "LOWTIDE_HOME": str(tmp_path / "home"), "LOWTIDE_PROVIDER": "local"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout == "{'755\\n755\\n644\\n644\\n'}\nsandbox\n1\n\n", done.stderr[-3000:]
