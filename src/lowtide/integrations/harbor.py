@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+import shlex
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +18,15 @@ from harbor.models.task.config import NetworkMode
 
 from lowtide import errors
 from lowtide.defaults import SandboxDefaults
+from lowtide.integrations.other_user import become
+from lowtide.process import ProcessResult
+from lowtide.providers.base import Capability
 from lowtide.sandbox import Sandbox
 
 _KEYWORDS = frozenset(SandboxDefaults.__dataclass_fields__)
+_PUT = """if [ -d "$from" ]; then mkdir -p -- "$to" && cp -R -- "$from/." "$to/"
+else mkdir -p -- "$(dirname -- "$to")" && cp -- "$from" "$to"; fi"""
+_TAKE = 'cp -R -- "$from" "$to" && chmod -R a+rX -- "$to"'
 
 
 class LowtideEnvironment(BaseEnvironment):
@@ -61,11 +71,18 @@ class LowtideEnvironment(BaseEnvironment):
 
     async def start(self, force_build: bool) -> None:
         """Make the sandbox, and what Harbor expects to find in it."""
-        sandbox = Sandbox(**self._keywords())
+        try:
+            sandbox = Sandbox(**self._keywords())
+        except errors.UnsupportedError as error:
+            raise _in_harbors_words(error) from error
         try:
             await sandbox
             self._sandbox = sandbox
-            await self.ensure_dirs(self._mount_targets(writable_only=True))
+            made = await self.ensure_dirs(self._mount_targets(writable_only=True))
+            if made is not None and made.return_code != 0:
+                raise RuntimeError(
+                    f"Harbor's directories cannot be made: {(made.stderr or '').strip()[:1000]}"
+                )
             await self._upload_environment_dir_after_start()
         except BaseException:
             sandbox.stop()  # Harbor does not stop what did not start
@@ -86,35 +103,88 @@ class LowtideEnvironment(BaseEnvironment):
     ) -> ExecResult:
         """A line for bash. Out of time is a RuntimeError, as with Harbor's own environments."""
         name = self._resolve_user(user)
+        argv = ["bash", "-c", command]
         try:
-            done = await self._there.exec(
-                ["bash", "-c", command],
-                cwd=cwd or self.task_env_config.workdir,
-                env=self._merge_env(env),
-                timeout_seconds=timeout_sec,
-                user=None if name is None else str(name),
-            )
+            try:
+                done = await self._run(argv, cwd, env, timeout_sec, None if name is None else str(name))
+            except (
+                errors.UnsupportedError
+            ) as error:  # much is done as root, and some providers have one user only
+                if error.feature != Capability.USER.value:
+                    raise
+                done = await self._run(become(str(name), argv), cwd, env, timeout_sec, None)
         except errors.CommandTimeoutError as error:
             raise RuntimeError(f"command timed out after {timeout_sec} seconds") from error
         return ExecResult(stdout=done.stdout, stderr=done.stderr, return_code=done.returncode)
 
+    async def _run(
+        self,
+        argv: list[str],
+        cwd: str | None,
+        env: dict[str, str] | None,
+        timeout_sec: int | None,
+        user: str | None,
+    ) -> ProcessResult:
+        return await self._there.exec(
+            argv,
+            cwd=cwd or self.task_env_config.workdir,
+            env=self._merge_env(env),
+            timeout_seconds=timeout_sec,
+            user=user,
+        )
+
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
         """One file in."""
-        await self._there.upload(source_path, target_path)
+        await self._upload(source_path, target_path)
 
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
         """A directory's content in."""
-        await self._there.upload(source_dir, target_dir)
+        await self._upload(source_dir, target_dir)
 
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
         """One file out."""
         Path(target_path).parent.mkdir(parents=True, exist_ok=True)
-        await self._there.download(source_path, target_path)
+        await self._download(source_path, target_path)
 
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
         """A directory's content out, over what is there."""
         Path(target_dir).mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240 - a moment
-        await self._there.download(source_dir, target_dir)
+        await self._download(source_dir, target_dir)
+
+    # Harbor's places (/tests, /solution, /logs) are root's. Where files go in and out as another user, and that user may
+    # not, they take a way round.
+
+    async def _upload(self, source: Path | str, target: str) -> None:
+        try:
+            await self._there.upload(source, target)
+        except errors.SandboxPermissionError as error:
+            async with self._between() as between:
+                await self._there.upload(source, between)
+                await self._as_root(_PUT, between, target, error)
+
+    async def _download(self, source: str, target: Path | str) -> None:
+        try:
+            await self._there.download(source, target)
+        except errors.SandboxPermissionError as error:
+            async with self._between() as between:
+                await self._as_root(_TAKE, source, between, error)
+                await self._there.download(between, target)
+
+    @asynccontextmanager
+    async def _between(self) -> AsyncIterator[str]:
+        """A name under /tmp for what is on its way."""
+        between = f"/tmp/lowtide-{uuid.uuid4().hex}"  # noqa: S108 - in the sandbox
+        try:
+            yield between
+        finally:
+            await self.exec(f"rm -rf {between}")
+            await self.exec(f"rm -rf {between}", user="root")
+
+    async def _as_root(self, script: str, source: str, target: str, error: Exception) -> None:
+        places = f"from={shlex.quote(source)}; to={shlex.quote(target)}\n"
+        done = await self.exec(places + script, user="root")
+        if done.return_code != 0:
+            raise RuntimeError(f"{error}; and as root: {(done.stderr or '').strip()[:1000]}") from error
 
     @property
     def _there(self) -> Sandbox:
@@ -142,3 +212,16 @@ class LowtideEnvironment(BaseEnvironment):
         if policy.network_mode == NetworkMode.NO_NETWORK:
             return "none"
         return list(policy.allowed_hosts) if policy.network_mode == NetworkMode.ALLOWLIST else "full"
+
+
+def _in_harbors_words(error: errors.UnsupportedError) -> errors.UnsupportedError:
+    """What to do about it is an option of `harbor run`, and not one of ours."""
+    said = {
+        Capability.CPU_LIMIT.value: "run the task without it: --cpus ignore",
+        Capability.MEMORY_LIMIT.value: "run the task without it: --memory ignore",
+        Capability.IMAGE.value: "take a task without docker_image, or another provider",
+    }.get(error.feature or "", error.alternative)
+    message = f"provider {error.provider!r} cannot do {error.feature!r}, which the task asks for; {said}"
+    return errors.UnsupportedError(
+        message, argument=error.argument, provider=error.provider, feature=error.feature, alternative=said
+    )

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,24 +36,18 @@ def task(tmp_path: Path) -> Path:
     return place
 
 
-def harbor(task: Path, agent: str, *arguments: str) -> list[float]:
-    """The rewards of a run."""
-    jobs = task.parent / f"jobs-{agent}"
-    command = [
-        str(Path(sys.executable).with_name("harbor")),
-        "run",
-        "-p",
-        str(task),
-        "-a",
-        agent,
-        "-o",
-        str(jobs),
-    ]
+def trials(task: Path, agent: str, *arguments: str, provider: str = PROVIDER) -> list[dict[str, Any]]:
+    """What a run says of each; one on another provider than the suite's is on that one's emulator."""
+    python, jobs = Path(sys.executable), task.parent / f"jobs-{agent}"
+    command = (
+        [str(python), "-m", "lowtide", "emulate", provider, "--plain", "--"] if provider != PROVIDER else []
+    )
+    command += [str(python.with_name("harbor")), "run", "-p", str(task), "-a", agent, "-o", str(jobs)]
     command += [
         "--env",
         ENVIRONMENT,
         "--ek",
-        f"provider={PROVIDER}",
+        f"provider={provider}",
         "--ek",
         "keep_for_seconds=60",
         *arguments,
@@ -66,12 +61,14 @@ def harbor(task: Path, agent: str, *arguments: str) -> list[float]:
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    rewards = []
-    for result in jobs.glob("*/*/result.json"):
-        trial = json.loads(result.read_text())
-        assert trial["exception_info"] is None, trial["exception_info"]
-        rewards.append(trial["verifier_result"]["rewards"]["reward"])
-    return rewards
+    return [json.loads(result.read_text()) for result in jobs.glob("*/*/result.json")]
+
+
+def harbor(task: Path, agent: str, *arguments: str, provider: str = PROVIDER) -> list[float]:
+    """The rewards of a run."""
+    found = trials(task, agent, *arguments, provider=provider)
+    assert [trial["exception_info"] for trial in found] == [None] * len(found)
+    return [trial["verifier_result"]["rewards"]["reward"] for trial in found]
 
 
 def test_the_oracle_is_rewarded_and_who_does_nothing_is_not(task: Path) -> None:
@@ -79,6 +76,24 @@ def test_the_oracle_is_rewarded_and_who_does_nothing_is_not(task: Path) -> None:
     assert shown() == []
     assert harbor(task, "nop") == [0.0]
     assert shown() == []
+
+
+@pytest.mark.skipif(PROVIDER != "local", reason="it brings its own emulators")
+@pytest.mark.parametrize("provider", ["daytona", "modal"])
+def test_where_all_commands_have_one_user_what_harbor_does_as_root_is_done(task: Path, provider: str) -> None:
+    # the user of Daytona's and Runloop's machines is not root and has sudo; Modal's is root
+    solution = "#!/bin/bash\ncat /solution/solve.sh > /dev/null && echo $((6 * 7)) > /tmp/answer\n"
+    (task / "solution/solve.sh").write_text(solution)
+    assert harbor(task, "oracle", provider=provider) == [1.0]
+    assert shown() == []
+
+
+@pytest.mark.skipif(PROVIDER != "local", reason="nothing is created")
+def test_what_a_provider_cannot_limit_is_refused_with_harbors_own_option(task: Path) -> None:
+    (task / "task.toml").write_text('version = "1.0"\n[environment]\ncpus = 1\n')
+    (trial,) = trials(task, "oracle", "--max-retries", "0", provider="runloop")
+    assert "'runloop' cannot do 'cpu-limit'" in trial["exception_info"]["exception_message"]
+    assert "--cpus ignore" in trial["exception_info"]["exception_message"]
 
 
 def test_no_delete_keeps_it(task: Path) -> None:
