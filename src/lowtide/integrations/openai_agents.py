@@ -6,7 +6,9 @@ RunConfig(sandbox=SandboxRunConfig(client=LowtideSandboxClient(), options=Lowtid
 from __future__ import annotations
 
 import io
+import posixpath
 import shlex
+import tarfile
 import uuid
 from pathlib import Path
 from typing import Any, Literal
@@ -37,11 +39,16 @@ from pydantic import Field
 
 from lowtide import errors
 from lowtide.integrations.openai_agents_terminals import Terminals
-from lowtide.providers.base import SandboxState
+from lowtide.integrations.other_user import become
+from lowtide.providers import registry
+from lowtide.providers.base import Capability, SandboxState
 from lowtide.sandbox import Sandbox
 
 BACKEND = "lowtide"
 _ARCHIVE_BYTES = 1 << 30
+# An archive begins with the root itself. Who does not own that may write into it, and not change its mode and time.
+_UNPACK = """if [ -O "$1" ] || [ "$(id -u)" = 0 ]; then exec tar -C "$1" -xf -; fi
+tail -c "+$2" | tar -C "$1" -xf -"""
 
 
 class LowtideSandboxClientOptions(BaseSandboxClientOptions):
@@ -95,10 +102,8 @@ class LowtideSandboxSession(BaseSandboxSession):
         user = (await self._sandbox.exec(["id", "-u"], check=True)).stdout.strip()
         script = 'mkdir -p -- "$1" && { chown -- "$2" "$1" 2>/dev/null || chmod 0777 -- "$1"; }'
         make = ["sh", "-c", script, "sh", path, user]
-        try:
-            await self._sandbox.exec(make, user="root", check=True)
-        except errors.UnsupportedError:  # where commands have one user only, that user may become root
-            await self._sandbox.exec(["sudo", "-n", *make], check=True)
+        argv, root = self._for_user(["sudo", "-u", "root", "--", *make])
+        await self._sandbox.exec(argv, user=root, check=True)
 
     async def _shutdown_backend(self) -> None:
         await self.end()
@@ -109,7 +114,7 @@ class LowtideSandboxSession(BaseSandboxSession):
         await self._sandbox.stop()
 
     async def _exec_internal(self, *command: str | Path, timeout: float | None = None) -> ExecResult:
-        argv, user = _without_sudo([str(word) for word in command])
+        argv, user = self._for_user([str(word) for word in command])
         try:
             done = await self._sandbox.exec(
                 argv, timeout_seconds=timeout or None, user=user, **await self._where()
@@ -137,7 +142,7 @@ class LowtideSandboxSession(BaseSandboxSession):
         max_output_tokens: int | None = None,
     ) -> PtyExecUpdate:
         """Start a command, and answer with what it printed within `yield_time_s`."""
-        argv, name = _without_sudo(self._prepare_exec_command(*command, shell=shell, user=user))
+        argv, name = self._for_user(self._prepare_exec_command(*command, shell=shell, user=user))
         try:
             process = self._sandbox.exec(
                 argv, timeout_seconds=timeout or None, user=name, tty=tty, stdin=tty, **await self._where()
@@ -232,9 +237,8 @@ class LowtideSandboxSession(BaseSandboxSession):
         try:
             validate_tar_bytes(content)
             await self._sandbox.make_dir(root.as_posix())
-            await self._sandbox.exec(
-                ["tar", "-C", root.as_posix(), "-xf", "-"], stdin=bytes(content), check=True
-            )
+            unpack = ["sh", "-c", _UNPACK, "sh", root.as_posix(), str(1 + _after_the_root(content))]
+            await self._sandbox.exec(unpack, stdin=bytes(content), check=True)
         except (UnsafeTarMemberError, errors.LowtideError) as error:
             raise WorkspaceArchiveWriteError(path=where, cause=error) from error
         self._root_is_there = True
@@ -252,6 +256,13 @@ class LowtideSandboxSession(BaseSandboxSession):
             ) from error
         tls = at.scheme == "https"
         return ExposedPortEndpoint(host=at.hostname or "", port=at.port or (443 if tls else 80), tls=tls)
+
+    def _for_user(self, argv: list[str]) -> tuple[list[str], str | None]:
+        """A command, and the user it is to have; where commands have one user only, it becomes the other inside."""
+        argv, user = _without_sudo(argv)
+        if user is None or Capability.USER in registry.provider_class(self.state.provider).capabilities:
+            return argv, user
+        return become(user, argv), None
 
     async def _where(self) -> dict[str, Any]:
         """The directory and environment of a command."""
@@ -340,6 +351,17 @@ def _without_sudo(argv: list[str]) -> tuple[list[str], str | None]:
     if argv[:2] == ["sudo", "-u"] and len(argv) > 4 and argv[3] == "--":
         return argv[4:], argv[2]
     return argv, None
+
+
+def _after_the_root(archive: bytes) -> int:
+    """How long the archive's entry for the workspace itself is, if it begins with that."""
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as tar:
+            first = tar.next()
+    except tarfile.TarError:  # a compressed one, which is not of our making
+        return 0
+    is_root = first is not None and first.isdir() and posixpath.normpath(first.name) == "."
+    return first.offset_data if first is not None and is_root else 0
 
 
 def _refuse_mounts(manifest: Manifest) -> None:

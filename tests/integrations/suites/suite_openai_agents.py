@@ -74,7 +74,7 @@ async def test_a_command_goes_on_beyond_its_call_and_takes_input_on_a_terminal()
         quiet = await session.pty_exec_start("sleep 1000", yield_time_s=0.3)
         assert quiet.process_id is not None
         await session.pty_terminate_all()
-        assert (await session.exec("pgrep -c sleep; true")).stdout == b"0\n"
+        assert (await session.exec("pgrep -fc '^sleep 1000'; true")).stdout == b"0\n"
         as_user = await session.exec("id -u", user="1000" if PROVIDER == "local" else "root")
         assert as_user.stdout.strip() in (b"1000", b"0")
     await LowtideSandboxClient().delete(session)
