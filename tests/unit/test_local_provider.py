@@ -164,6 +164,22 @@ async def test_exec_as_another_user(provider: LocalProvider, sandbox: str) -> No
         await run(provider, sandbox, "id", user="nobody-here")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user's sandbox has one user")
+async def test_a_user_can_be_added_as_the_page_says_though_nothing_can_be_given_away(
+    provider: LocalProvider, sandbox: str
+) -> None:
+    assert (
+        "useradd bob && mkdir\n-m 1777 /home/bob" in (Path(__file__).parents[2] / "docs/local.md").read_text()
+    )
+    code, _, said = await shell(provider, sandbox, "useradd bob && mkdir -m 1777 /home/bob")
+    assert code == 0, said
+    own = "id -un; cd ~ && echo x > y && stat -c '%U %n' ~/y"
+    assert (await shell(provider, sandbox, own, user="bob"))[1] == "bob\nbob /home/bob/y\n"
+    code, _, said = await shell(provider, sandbox, "chown bob /home/bob")
+    assert code != 0
+    assert "Operation not permitted" in said
+
+
 async def test_files_in_and_out(provider: LocalProvider, sandbox: str) -> None:
     name = "/data/a b/ü\nñ"
     for data in (b"", b"hello", os.urandom(1 << 20)):
