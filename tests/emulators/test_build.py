@@ -30,13 +30,13 @@ WORKDIR /srv/app
 RUN echo "$COLOUR $SHADE $NAME" > said && \\
     pwd >> said
 COPY a.txt sub/ ./
-RUN apt-get update && apt-get install -y curl && cat a.txt b.txt >> said
+RUN apt-get update && apt-get install -y -t stable --no-install-recommends tar=1.* && cat a.txt b.txt >> said
 WORKDIR deeper
 RUN <<EOF
 echo here >> ../said
 EOF
 ENV PATH="/srv/bin:$PATH"
-RUN n=3; echo $((1<<n)) >> ../said; apt-get install x
+RUN n=3; echo $((1<<n)) >> ../said; apt-get remove x
 CMD ["sleep", "1"]
 """
 
@@ -94,6 +94,20 @@ def test_a_recipe_is_followed_and_what_was_built_before_is_not_built_again(tmp_p
     asyncio.run(check())
 
 
+def test_packages_this_machine_does_not_have_are_left_out_where_the_user_says_so(tmp_path: Path) -> None:
+    async def check() -> None:
+        backing, log = Backing(tmp_path, limit=20), []
+        try:
+            steps = dockerfile.steps("FROM x\nRUN yum -y install tar no-such-package-here && echo on > /went")
+            built = await Builder(backing, packages="skip").build(steps, log=log.append)
+            assert "NOT INSTALLED, this machine does not have: no-such-package-here" in "".join(log)
+            assert await read(backing, built, "/went") == "on\n"
+        finally:
+            assert await backing.aclose()
+
+    asyncio.run(check())
+
+
 def test_a_step_that_fails_says_why_in_its_own_words_and_leaves_nothing(tmp_path: Path) -> None:
     async def check() -> None:
         async with building(tmp_path) as (backing, builder):
@@ -101,6 +115,14 @@ def test_a_step_that_fails_says_why_in_its_own_words_and_leaves_nothing(tmp_path
             for line, said in (
                 ("RUN echo before; echo why >&2; exit 3", "why"),
                 ("RUN pip install no-such-package-at-all", "no network"),
+                (
+                    "RUN apt-get update && apt-get install -y no-such-package-here",
+                    "does not have: no-such-package-here",
+                ),
+                (
+                    "RUN sudo apk add --virtual .mine tar no-such-package-here",
+                    "lowtide emulate --packages skip",
+                ),
                 ("COPY a.txt /", ""),
                 ("USER nobody-knows\nRUN true", ""),
             ):
@@ -230,7 +252,7 @@ print(client.devboxes.execute_and_await_completion(devbox.id, command="cat /copi
 MODAL = """
 import modal
 app = modal.App.lookup("built", create_if_missing=True)
-image = modal.Image.debian_slim().apt_install("curl").env({"SHADE": "dark"}).run_commands("echo $SHADE > /made")
+image = modal.Image.debian_slim().apt_install("tar").env({"SHADE": "dark"}).run_commands("echo $SHADE > /made")
 sandbox = modal.Sandbox.create("cat", "/made", app=app, image=image)
 sandbox.wait()
 print(sandbox.stdout.read().strip())

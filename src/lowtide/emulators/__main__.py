@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.emulators.ground import DEFAULT_LIMIT, Settings
+from lowtide.emulators.package_managers import CHECK
 from lowtide.emulators.serve import serve
 from lowtide.errors import LowtideError, ValidationError
 
@@ -20,6 +21,7 @@ def main(*arguments: str) -> int:
     parser.add_argument("--limit", type=int, default=DEFAULT_LIMIT)
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--network", default="none")
+    parser.add_argument("--packages", default=CHECK)
     parser.add_argument("--home", type=Path)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--until-stdin-closes", action="store_true")
@@ -30,6 +32,7 @@ def main(*arguments: str) -> int:
         limit=given.limit,
         plain=given.plain,
         network=given.network,
+        packages=given.packages,
         home=given.home,
     )
     try:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from lowtide.emulators import package_managers
 from lowtide.emulators.dockerfile import PATH, CannotBuild, Step, Surroundings
 from lowtide.emulators.guest import users_are_real
 from lowtide.errors import LowtideError, ValidationError
@@ -26,27 +27,9 @@ MOST_LAYERS = 256
 LONGEST_STEP_SECONDS = 3600.0
 LARGEST_LOG = 4 << 20
 _IDLE = ("/bin/sh", "-c", "exec sleep infinity")
-_TOOLS = "/opt/lowtide-build"
 _AT_ONCE = 4
 _LONGEST_LINE = 1 << 16
 _LINE_COSTS = 100  # of the log's bytes: a log of empty lines is long, too
-# An image is this machine's own /usr, which no package manager in a sandbox can change: they say so and do nothing.
-_FIRST = Step(
-    shown="",
-    argv=(
-        "/bin/sh",
-        "-c",
-        r"""set -e; mkdir -p "$1"; cd "$1"
-for name in apt apt-get apk dnf yum; do
-  printf '#!/bin/sh\necho "%s $*: not run here, an image is the /usr of this machine"\n' $name > $name
-done
-printf '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\nexec "$@"\n' > sudo
-chmod 755 *""",
-        "sh",
-        _TOOLS,
-    ),
-    apart=True,
-)
 _COPY = """
 set -e
 unpack=$1; target=$2; shift 2
@@ -96,8 +79,10 @@ class _Layer:
 
 
 class Builder:
-    def __init__(self, backing: Backing) -> None:
+    def __init__(self, backing: Backing, *, packages: str = package_managers.CHECK) -> None:
         self._backing = backing
+        self._packages = packages
+        self._first: Step | None = None
         self._layers: dict[str, _Layer] = {}
         """Least recently used first."""
         self._under_way: dict[str, asyncio.Lock] = {}
@@ -120,10 +105,12 @@ class Builder:
                 log(text)
             said += len(text) + _LINE_COSTS * text.count("\n")
 
+        if self._first is None:
+            self._first = await asyncio.to_thread(package_managers.first_step, self._packages)
         if built.key:
             self._pin(built.key)
         try:
-            for step in self._with_tools(built, steps):
+            for step in self._with_tools(self._first, built, steps):
                 if step.shown:
                     tell(step.shown + "\n")
                 key, snapshot = built.key, built.snapshot
@@ -140,13 +127,13 @@ class Builder:
             raise
         return built
 
-    def _with_tools(self, below: Built, steps: Iterable[Step]) -> Iterator[Step]:
+    def _with_tools(self, first: Step, below: Built, steps: Iterable[Step]) -> Iterator[Step]:
         """What every build sandbox has, before the first step that runs something."""
         there, before = bool(below.key), below.around
         for step in steps:
             if not there and (step.argv or step.sources):
                 there = True
-                yield replace(_FIRST, around=before)
+                yield replace(first, around=before)
             yield step
             before = step.around
 
@@ -258,7 +245,7 @@ class Builder:
 
 def _environment(step: Step, around: Surroundings) -> dict[str, str]:
     found = {"PATH": PATH, "HOME": "/root", **step.arguments, **around.environment}
-    return {**found, "PATH": f"{_TOOLS}:{found['PATH']}"}
+    return {**found, "PATH": f"{package_managers.TOOLS}:{found['PATH']}"}
 
 
 def _key(below: Built, step: Step, context: bytes) -> str:

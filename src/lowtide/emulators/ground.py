@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from lowtide.emulators import registry
+from lowtide.emulators import package_managers, registry
 from lowtide.emulators.backing import Backing, network_of
 from lowtide.emulators.build import Builder
 from lowtide.emulators.clock import Clock
@@ -102,6 +102,8 @@ class Settings:
     """Told of every call that was answered: for `--log`."""
     network: str = "none"
     """What a sandbox may reach that asks for nothing else: `none`, `full` or `allow=HOST,…`."""
+    packages: str = package_managers.CHECK
+    """In builds: `check` fails where this machine has not what a package manager is to install, `skip` goes on without."""
     home: Path | None = None
     """Where state goes; None: lowtide's own state directory."""
 
@@ -114,6 +116,7 @@ class Settings:
                 argument="host",
             )
         network_of(self.network)
+        package_managers.checked(self.packages)
         if self.limit < 1:
             raise ValidationError("limit is at least 1", argument="limit")
         if self.port_base is not None and not 1 <= self.port_base <= 65535 - len(self.names):
@@ -155,7 +158,7 @@ class Ground:
         self.backing = Backing(
             self.state.directory, limit=settings.limit, network=network_of(settings.network)
         )
-        self.builder = Builder(self.backing)
+        self.builder = Builder(self.backing, packages=settings.packages)
         names = registry.check(settings.names)
         for index, name in enumerate(names):
             emulator = registry.load(name)(self)

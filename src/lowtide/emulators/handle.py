@@ -25,6 +25,7 @@ def start(
     limit: int | None = None,
     plain: bool = False,
     network: str = "none",
+    packages: str = "check",
     home: str | os.PathLike[str] | None = None,
     timeout_seconds: float = 30.0,
 ) -> Handle:
@@ -32,7 +33,9 @@ def start(
 
     They run in one process of their own, which ends with `Handle.close`, and by itself when this
     process is gone. `plain` points SDKs at plain URLs instead of the CONNECT proxy.
-    `network` is what sandboxes may reach that ask for nothing else: `none`, `full` or `allow=HOST,…`. Raises
+    `network` is what sandboxes may reach that ask for nothing else: `none`, `full` or `allow=HOST,…`.
+    `packages` is about builds: with `check` what apt-get and its like are to install must be on this machine, with `skip` a
+    build goes on without. Raises
     ValidationError for an unknown name, MissingDependencyError when the extra is not installed.
     """
     names = registry.check(names)
@@ -45,6 +48,8 @@ def start(
         command.append("--plain")
     if network != "none":
         command += ["--network", network]
+    if packages != "check":
+        command += ["--packages", packages]
     if home is not None:
         command += ["--home", str(Path(home).absolute())]
     process = subprocess.Popen(

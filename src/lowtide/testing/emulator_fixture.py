@@ -17,6 +17,7 @@ def emulator(
     plain: bool = False,
     limit: int | None = None,
     network: str = "none",
+    packages: str = "check",
     home: str | os.PathLike[str] | None = None,
     set_environment: bool = False,
 ) -> Iterator[Handle]:
@@ -27,7 +28,7 @@ def emulator(
     """
     from lowtide.emulators.handle import start
 
-    with start(*names, plain=plain, limit=limit, network=network, home=home) as handle:
+    with start(*names, plain=plain, limit=limit, network=network, packages=packages, home=home) as handle:
         before = {name: os.environ.get(name) for name in handle.environment}
         if set_environment:
             os.environ.update(handle.environment)

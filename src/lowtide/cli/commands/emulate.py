@@ -47,6 +47,13 @@ class _WithCommand(click.Command):
     metavar="N",
     help="What a sandbox may reach that asks for nothing else: none, full, or allow=HOST,….",
 )
+@click.option(
+    "--packages",
+    type=click.Choice(["check", "skip"]),
+    default="check",
+    show_default=True,
+    help="What apt-get and its like are to install in a build: must be on this machine, or is left out.",
+)
 @click.option("--log", "log_calls", is_flag=True, help="Show calls as they are answered, on standard error.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of export lines.")
 @click.pass_context
@@ -59,6 +66,7 @@ def command(
     plain: bool,
     limit: int,
     network: str,
+    packages: str,
     log_calls: bool,
     as_json: bool,
 ) -> None:
@@ -79,6 +87,7 @@ def command(
         limit=limit,
         plain=plain,
         network=network,
+        packages=packages,
         on_call=_show_call if log_calls else None,
     )
 
