@@ -94,6 +94,49 @@ def test_a_recipe_is_followed_and_what_was_built_before_is_not_built_again(tmp_p
     asyncio.run(check())
 
 
+STAGES = """
+ARG COLOUR=red
+FROM golang:1.25 AS Builder
+ENV SHADE=dark
+WORKDIR /made
+RUN echo "one$COLOUR" > one.txt && mkdir -p "d e" && echo two > "d e/two.txt" && echo left > /left
+FROM scratch as other
+ARG COLOUR
+COPY --from=builder --chown=1:1 /made/*.txt /in/
+RUN echo "[$SHADE] $COLOUR" >> /in/one.txt && pwd >> /in/one.txt && ls /left /made >> /in/one.txt 2>/dev/null || true
+FROM builder
+COPY --from=1 /in/one.txt ./copied
+COPY --from=0 ["/made/d e", "/both/"]
+RUN echo "$SHADE" >> copied && cat /left >> copied && cat /both/two.txt >> copied
+"""
+
+
+def test_stages_are_built_each_on_its_own_and_copied_from(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with building(tmp_path) as (backing, builder):
+            log: list[str] = []
+            built = await builder.build(dockerfile.steps(STAGES), log=log.append)
+            assert await read(backing, built, "/made/copied") == "onered\n[] red\n/\ndark\nleft\ntwo\n", log
+            assert (built.around.workdir, built.around.environment) == ("/made", {"SHADE": "dark"})
+            again: list[str] = []
+            assert await builder.build(dockerfile.steps(STAGES), log=again.append) == built
+            assert again.count("CACHED\n") == 7
+            for line, said in (
+                ("COPY --from=builder /nothing /x", "nothing: Cannot stat"),
+                ("COPY --from=ghcr.io/some/image /x /x", "no image is pulled here"),
+                ("COPY --from=later /x /x", "no earlier stage"),
+            ):
+                with pytest.raises(BuildFailed, match=said):
+                    steps = dockerfile.steps(f"FROM a AS builder\nFROM b AS later\n{line}")
+                    await builder.build(steps, log=log.append)
+            builder.release(built)
+            builder.release(built)
+            assert backing.count == 0
+            assert [layer.pins for layer in builder._layers.values() if layer.pins] == []
+
+    asyncio.run(check())
+
+
 def test_packages_this_machine_does_not_have_are_left_out_where_the_user_says_so(tmp_path: Path) -> None:
     async def check() -> None:
         backing, log = Backing(tmp_path, limit=20), []
@@ -169,7 +212,6 @@ def test_layers_nobody_holds_go_when_there_are_too_many(
 @pytest.mark.parametrize(
     "text",
     [
-        "FROM a AS b\nFROM c",
         "FROM a\nCOPY --from=b /x /y",
         "FROM a\nADD https://example.org/x /y",
         "FROM a\nCOPY one",

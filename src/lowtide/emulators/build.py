@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from lowtide.emulators import package_managers
 from lowtide.emulators.dockerfile import PATH, CannotBuild, Step, Surroundings
 from lowtide.emulators.guest import users_are_real
 from lowtide.errors import LowtideError, ValidationError
+from lowtide.providers.base import STDOUT
 
 if TYPE_CHECKING:
     from lowtide.emulators.backing import Backing
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 MOST_LAYERS = 256
 LONGEST_STEP_SECONDS = 3600.0
 LARGEST_LOG = 4 << 20
+LARGEST_COPY = 512 << 20  # from stage to stage, and so in memory
 _IDLE = ("/bin/sh", "-c", "exec sleep infinity")
 _AT_ONCE = 4
 _LONGEST_LINE = 1 << 16
@@ -50,6 +52,8 @@ printf '%s\\n' "$found" | while read -r found; do
 done
 rm -rf "$context"
 """
+
+_TAKE = """cd / && IFS= && for word; do shift; set -- "$@" $word; done && exec tar --one-file-system -cf - -- "$@" """
 
 Log = Callable[[str], None]
 
@@ -97,6 +101,8 @@ class Builder:
         The result stays until `release`.
         """
         built = below or Built()
+        held: list[Built] = []
+        """What is below all stages, and each stage that has ended."""
         said = 0
 
         def tell(text: str) -> None:
@@ -110,32 +116,41 @@ class Builder:
         if built.key:
             self._pin(built.key)
         try:
-            for step in self._with_tools(self._first, built, steps):
+            for step in steps:
+                if step.begins:
+                    if not held:  # what comes before the first stage is below each
+                        held.append(built)
+                        self._pin(built.key)
+                    else:
+                        held.append(built)
+                        built = held[0 if step.stage is None else 1 + step.stage]
+                        self._pin(built.key)
                 if step.shown:
                     tell(step.shown + "\n")
-                key, snapshot = built.key, built.snapshot
-                if step.argv or step.sources:
-                    key, snapshot = await self._layer(built, step, tell, context)
-                    self._pin(key)
-                    self.release(built)
-                built = Built(snapshot=snapshot, key=key, around=step.around)
+                if (step.argv or step.sources) and not built.key:
+                    # What every build sandbox has, before the first step that runs something.
+                    built = await self._on(built, replace(self._first, around=built.around), tell, b"", None)
+                source = None if step.begins or step.stage is None else held[1 + step.stage]
+                built = await self._on(built, step, tell, context, source)
         except CannotBuild as error:
             self.release(built)
             raise BuildFailed(str(error)) from None
         except BaseException:
             self.release(built)
             raise
+        finally:
+            for one in held:
+                self.release(one)
         return built
 
-    def _with_tools(self, first: Step, below: Built, steps: Iterable[Step]) -> Iterator[Step]:
-        """What every build sandbox has, before the first step that runs something."""
-        there, before = bool(below.key), below.around
-        for step in steps:
-            if not there and (step.argv or step.sources):
-                there = True
-                yield replace(first, around=before)
-            yield step
-            before = step.around
+    async def _on(self, below: Built, step: Step, log: Log, context: bytes, source: Built | None) -> Built:
+        """One step further: what it comes to is held in place of what is below."""
+        key, snapshot = below.key, below.snapshot
+        if step.argv or step.sources:
+            key, snapshot = await self._layer(below, step, log, context, source)
+            self._pin(key)
+            self.release(below)
+        return Built(snapshot=snapshot, key=key, around=step.around)
 
     def release(self, built: Built) -> None:
         """Nothing is made from it any more: its layers may go when room is needed."""
@@ -148,10 +163,13 @@ class Builder:
         if layer is not None:
             layer.pins += 1
 
-    async def _layer(self, below: Built, step: Step, log: Log, context: bytes) -> tuple[str, str]:
+    async def _layer(
+        self, below: Built, step: Step, log: Log, context: bytes, source: Built | None
+    ) -> tuple[str, str]:
         if step.context is not None:
             context = await asyncio.to_thread(step.context.read_bytes)
-        key = _key(below, step, context if step.sources else b"")
+        content = context if step.sources else b""
+        key = _key(below, step, f"stage {source.key}".encode() if source is not None else content)
         # One at a time: two that ask for the same layer at once get the same.
         lock = self._under_way.setdefault(key, asyncio.Lock())
         self._waiting[key] = self._waiting.get(key, 0) + 1
@@ -163,6 +181,8 @@ class Builder:
                         log("CACHED\n")
                 else:
                     async with self._places:
+                        if source is not None:
+                            context = await self._taken(source, step)
                         found = _Layer(await self._make(below, step, log, context))
                 self._layers[key] = found
         finally:
@@ -175,6 +195,27 @@ class Builder:
         finally:
             found.pins -= 1
         return key, found.snapshot
+
+    async def _taken(self, stage: Built, step: Step) -> bytes:
+        """What a COPY takes from an earlier stage, as a tar."""
+        backing = self._backing
+        sandbox_id = await backing.create(command=_IDLE, snapshot=stage.snapshot, counted=False)
+        try:
+            argv = ("/bin/sh", "-c", _TAKE, "sh", *step.sources)
+            handle = await backing.start(sandbox_id, argv, cwd="/", user="0:0" if users_are_real() else None)
+            try:
+                taken, said = bytearray(), bytearray()
+                async for stream, data in handle.output():
+                    (taken if stream == STDOUT else said).extend(data)
+                    if len(taken) + len(said) > LARGEST_COPY:
+                        raise BuildFailed(f"{step.shown[:200]}: more than {LARGEST_COPY >> 20} MiB")
+                if await handle.wait() != 0:
+                    raise BuildFailed(f"{step.shown[:200]}: {said[:1000].decode(errors='replace').strip()}")
+            finally:
+                await handle.aclose()
+        finally:
+            await backing.destroy(sandbox_id)
+        return bytes(taken)
 
     async def _make(self, below: Built, step: Step, log: Log, context: bytes) -> str:
         backing = self._backing

@@ -53,6 +53,10 @@ class Step:
     """The tar its sources are in, where it is not the build's."""
     fresh: str = ""
     """Not empty: it is not to be the same as any before it."""
+    begins: bool = False
+    """It is a FROM: a stage begins, on an image or on the stage that `stage` says."""
+    stage: int | None = None
+    """An earlier stage: what this one begins with, or what the sources of a COPY are in."""
     apart: bool = False
     """It runs as root at `/`, whatever surrounds it."""
 
@@ -61,21 +65,36 @@ def steps(
     text: str, *, given: Mapping[str, str] | None = None, around: Surroundings | None = None
 ) -> Iterator[Step]:
     """The instructions of a Dockerfile in their order. `given`: build arguments. CannotBuild for what is not built here."""
-    around = around or Surroundings()
+    first = around = around or Surroundings()
     arguments: dict[str, str] = {}
+    for_all: dict[str, str] = {}
+    """What was said before the first FROM: a stage has it where it asks for it."""
+    names: dict[str, int] = {}
+    ended: list[Surroundings] = []
     stages = 0
     for word, rest in instructions(text):
         shown = f"{word} {rest}"
         known = {"PATH": PATH, **arguments, **around.environment}
         match word:
             case "FROM":
+                words = [one for one in _split(_expand(rest, known)) if not one.startswith("--")]
+                if stages:
+                    ended.append(around)
+                    arguments = {}
+                else:
+                    for_all = dict(arguments)
+                stage = names.get(words[0].lower()) if words else None
+                around = first if stage is None else ended[stage]
+                names[str(stages)] = stages
+                if len(words) == 3 and words[1].upper() == "AS":
+                    names[words[2].lower()] = stages
                 stages += 1
-                if stages > 1:
-                    raise CannotBuild("a Dockerfile with more than one stage is not built here")
-                yield Step(shown=shown, around=around)
+                yield Step(shown=shown, around=around, begins=True, stage=stage)
             case "ARG":
-                name, _, value = rest.partition("=")
-                arguments[name.strip()] = (given or {}).get(name.strip(), _expand(_unquoted(value), known))
+                name, said, value = rest.partition("=")
+                name = name.strip()
+                value = _expand(_unquoted(value), known) if said else for_all.get(name, "")
+                arguments[name] = (given or {}).get(name, value)
                 yield Step(shown=shown, around=around)
             case "ENV":
                 around = replace(around, environment={**around.environment, **_pairs(rest, known)})
@@ -92,7 +111,9 @@ def steps(
                 argv = _words(rest) or ("/bin/sh", "-c", rest)
                 yield Step(shown=shown, argv=argv, around=around, arguments=dict(arguments))
             case "COPY" | "ADD":
-                yield _copy(shown, rest, known, around)
+                yield _copy(
+                    shown, rest, known, around, {name: at for name, at in names.items() if at < stages - 1}
+                )
             case _:  # EXPOSE, LABEL, CMD, ENTRYPOINT, SHELL…: nothing is done for them while building
                 yield Step(shown=shown, around=around)
 
@@ -137,10 +158,17 @@ def instructions(text: str) -> Iterator[tuple[str, str]]:
         yield word.upper(), rest.strip()
 
 
-def _copy(shown: str, rest: str, known: Mapping[str, str], around: Surroundings) -> Step:
+def _copy(
+    shown: str, rest: str, known: Mapping[str, str], around: Surroundings, stages: Mapping[str, int]
+) -> Step:
+    stage: int | None = None
     while flag := _FLAG.match(rest):
         if flag[1] == "from":
-            raise CannotBuild("COPY --from: other stages and images are not built here")
+            stage = stages.get((flag[2] or "").lower())
+            if stage is None:
+                raise CannotBuild(
+                    f"COPY --from={flag[2]}: there is no earlier stage of that name, and no image is pulled here"
+                )
         rest = rest[flag.end() :]
     words = list(_words(rest) or _split(rest))
     if len(words) < 2:
@@ -149,7 +177,9 @@ def _copy(shown: str, rest: str, known: Mapping[str, str], around: Surroundings)
         raise CannotBuild(f"{shown}: addresses are not fetched here")
     *sources, target = (_expand(one, known) for one in words)
     place = around.at(target) + ("/" if target.endswith(("/", ".")) and around.at(target) != "/" else "")
-    return Step(shown=shown, sources=tuple(sources), target=place, around=around)
+    if stage is not None:  # its root is where they start
+        sources = [posixpath.normpath(f"/{one}").lstrip("/") or "." for one in sources]
+    return Step(shown=shown, sources=tuple(sources), target=place, around=around, stage=stage)
 
 
 def _pairs(rest: str, known: Mapping[str, str]) -> dict[str, str]:
