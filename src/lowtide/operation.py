@@ -109,10 +109,11 @@ class Operation(Coroutine[Any, Any, T_co]):
     @classmethod
     def over(cls, value: T) -> Operation[T]:
         """One that is done already, without the engine."""
-        kind = cls._kind
-        if kind is None:
-            from concurrent.futures import Future as kind  # noqa: N813
-        future: concurrent.futures.Future[T] = kind()
+        if Operation._kind is None:
+            from concurrent.futures import Future
+
+            Operation._kind = Future
+        future: concurrent.futures.Future[T] = Operation._kind()
         future.set_result(value)
         return Operation(future)
 

@@ -294,7 +294,7 @@ def test_whoever_comes_next_removes_the_empty_groups_of_homes_that_are_gone(tmp_
     place = cgroups.hierarchy("pids")
     assert isinstance(place, cgroups.Hierarchy)
     groups = [place.parent / bound_groups.name(tmp_path / name) for name in ("empty", "young", "used")]
-    empty, young, used = groups
+    empty, _, used = groups
     held = subprocess.Popen(["sleep", "100"])
     try:
         for group in groups:

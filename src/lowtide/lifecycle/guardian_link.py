@@ -75,9 +75,9 @@ class GuardianLink:
 
     def look_again(self) -> None:
         """While leases are held: what could not be started for want of a process may be possible by now."""
-        if self._providers and self._socket is None and self._linking is None:
-            if asyncio.get_running_loop().time() >= self._again_at:
-                self._come_up()
+        unlinked = self._providers and self._socket is None and self._linking is None
+        if unlinked and asyncio.get_running_loop().time() >= self._again_at:
+            self._come_up()
 
     def forget(self) -> None:
         """In a forked child: let go of the parent's link without ending it."""

@@ -228,7 +228,11 @@ class _Worker:
                 waiting = self._waiting.pop(answer["number"], None)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answer)
-        except (ValueError, KeyError, TypeError) as error:  # no answer of ours: the next job gets another worker
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+        ) as error:  # no answer of ours: the next job gets another worker
             log.warning("a worker for %s said what is no answer: %s", self._arguments[1], error)
             process.kill()
         self.ended = True

@@ -175,7 +175,7 @@ class Launch:
 
     def _own_dir(self, path: str) -> None:
         os.mkdir(path, 0o755)
-        os.chmod(path, 0o755)  # whatever the program's umask is: it is what everybody inside sees
+        os.chmod(path, 0o755)  # noqa: S103 - whatever the program's umask is: it is what everybody inside sees
         if self.prerequisites.owner is not None:
             os.chown(path, self.prerequisites.owner, self.prerequisites.owner)
 

@@ -125,7 +125,9 @@ def _build(draft: Path) -> None:
     for path in _walk(draft):
         if path.is_dir() and not path.is_symlink() and not path.stat().st_mode & stat.S_ISVTX:
             path.chmod(0o755)
-        elif path.is_file() and not path.is_symlink():  # all of it is for everybody, whatever the program's umask is
+        elif (
+            path.is_file() and not path.is_symlink()
+        ):  # all of it is for everybody, whatever the program's umask is
             path.chmod(path.stat().st_mode | 0o444)
     (root / "home/user").chmod(0o755)
 
