@@ -1,4 +1,4 @@
-"""Local sandboxes for programs that are started with a narrow umask or with few descriptors."""
+"""Local sandboxes for programs that are started with a narrow umask or narrow limits."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ print(Sandbox.run(snapshot=kept).exec(["sh", "-c", "cat /etc/hostname; python3 -
     [
         pytest.param("os.umask(0o077)", id="umask"),
         pytest.param("resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))", id="descriptors"),
+        pytest.param("resource.setrlimit(resource.RLIMIT_NPROC, (500, 500))", id="processes"),
+        pytest.param("resource.setrlimit(resource.RLIMIT_CORE, (0, 0))", id="no cores"),
     ],
 )
 def test_it_is_the_same_sandbox(tmp_path: Path, first: str) -> None:

@@ -48,6 +48,8 @@ def _limits() -> None:
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
     soft = STACK_BYTES if hard == resource.RLIM_INFINITY else min(hard, STACK_BYTES)
     resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))
-    for name in (_NICE, _REALTIME_PRIORITY):
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(name, (0, 0))
+    for name, most in ((_NICE, 0), (_REALTIME_PRIORITY, 0), (resource.RLIMIT_CORE, 1)):
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # with a hard limit of 0, only root may have cores of 1
+            resource.setrlimit(name, (most, most))

@@ -39,6 +39,9 @@ def restrict(uid: int, gid: int, nproc: int, dumpable: bool = False) -> None:
     """Become what the sandbox's first process is: its ids, no capabilities, its limits, its filter."""
     first_limits()
     if nproc:
+        hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+        if hard != resource.RLIM_INFINITY:
+            nproc = min(nproc, hard)  # as the first process: a user who may have fewer has fewer there, too
         resource.setrlimit(resource.RLIMIT_NPROC, (nproc, nproc))
     libc.prctl(PR_CAP_AMBIENT, 4, 0, 0, 0)  # clear all
     for capability in range(64):
@@ -56,7 +59,9 @@ def restrict(uid: int, gid: int, nproc: int, dumpable: bool = False) -> None:
 
 def first_limits() -> None:
     """What every process of a sandbox gets, the first one and those that enter later."""
-    resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # 1: not even to a piped core handler of the host
+    # 1: not even to a piped core handler of the host. A user whose most is 0 cannot have that; see `inheritance`.
+    core = 0 if resource.getrlimit(resource.RLIMIT_CORE)[1] == 0 else 1
+    resource.setrlimit(resource.RLIMIT_CORE, (core, core))
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     hard = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
