@@ -45,6 +45,7 @@ class CodeRunner:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._said = b""
+        self._giving_up: set[asyncio.Task[None]] = set()
 
     async def run(
         self, code: str, *, language: str, context: str | None, timeout_seconds: float | None
@@ -96,6 +97,12 @@ class CodeRunner:
         try:
             async with asyncio.timeout(None if limit is None else limit + _LATE_SECONDS) as over:
                 return await answer
+        except asyncio.CancelledError:
+            # Else it goes on, and the next code of its context waits for it. Not waited for: a cancellation is quick.
+            task = asyncio.get_running_loop().create_task(self._give_up(handle, number))
+            self._giving_up.add(task)
+            task.add_done_callback(self._giving_up.discard)
+            raise
         except TimeoutError as error:
             if not over.expired():
                 raise
@@ -108,6 +115,11 @@ class CodeRunner:
             ) from error
         finally:
             self._waiting.pop(number, None)
+
+    async def _give_up(self, handle: ProcessHandle, number: int) -> None:
+        async with self._starting:  # one line at a time
+            with contextlib.suppress(LowtideError, OSError):
+                await handle.write_stdin(json.dumps({"given_up": number}).encode() + b"\n")
 
     async def _start(self) -> None:
         from lowtide.actionserver.bundle import bundle

@@ -142,7 +142,8 @@ class SandboxCommands:
 
         On every provider. Python comes with rich results where the image has ipykernel, and else with
         text and the last expression's value; bash and javascript where the image has them.
-        UnsupportedError says what to install. CommandTimeoutError after `timeout_seconds`.
+        UnsupportedError says what to install. CommandTimeoutError after `timeout_seconds`. Cancelling it interrupts the
+        code; its context stays.
         """
         from lowtide.code import CodeRunner
 

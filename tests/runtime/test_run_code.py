@@ -100,6 +100,20 @@ def test_a_timeout_interrupts_and_keeps_the_state(plain: Sandbox) -> None:
     assert plain.run_code("kept", context="slow").result(SECONDS).results[0]["text/plain"] == "1"
 
 
+def test_cancelled_code_is_interrupted_and_what_waited_behind_it_never_runs(
+    box: Sandbox, plain: Sandbox
+) -> None:
+    for one in (box, plain):
+        one.run_code("import pathlib, time; y = 6").result(SECONDS)
+        slow = one.run_code("pathlib.Path('/tmp/begun').touch(); time.sleep(1000)")
+        while not one.exists("/tmp/begun").result(SECONDS):
+            assert not slow.done()
+        behind = one.run_code("y = 0")
+        assert behind.cancel()
+        assert slow.cancel()
+        assert one.run_code("y * 7").result(SECONDS).results[0]["text/plain"] == "42"
+
+
 def test_an_interpreter_that_ends_is_told_and_started_anew(plain: Sandbox) -> None:
     ran = plain.run_code("import os; os._exit(3)", context="gone").result(SECONDS)
     assert ran.error is not None

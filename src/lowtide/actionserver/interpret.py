@@ -16,13 +16,18 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """``{"id", "code", "language", "context", "timeout"}`` in, ``{"id", "result"}`` or ``{"id", "missing"}`` out."""
+    """``{"id", "code", "language", "context", "timeout"}`` in, ``{"id", "result"}`` or ``{"id", "missing"}`` out.
+
+    ``{"given_up": id}`` interrupts that code, or takes it out of the queue.
+    """
     directory = tempfile.mkdtemp(prefix=".lowtide-code-")
     interpreters = Interpreters(directory, dict(os.environ))
     lock = threading.Lock()
     cwd = os.getcwd()
+    wanted: dict[int, int] = {}
+    """By id: closing it says that nobody waits for the answer."""
 
-    def answer(request: dict[str, Any]) -> None:
+    def answer(request: dict[str, Any], given_up: int) -> None:
         try:
             told: dict[str, Any] = {
                 "result": interpreters.run(
@@ -31,6 +36,7 @@ def main() -> int:
                     context=request["context"],
                     cwd=cwd,
                     seconds=request["timeout"],
+                    given_up=given_up,
                 )
             }
         except Missing as error:
@@ -41,8 +47,18 @@ def main() -> int:
         with lock:
             sys.stdout.write(line)
             sys.stdout.flush()
+            os.close(given_up)
+            if request["id"] in wanted:
+                os.close(wanted.pop(request["id"]))
 
     for line in sys.stdin:
-        threading.Thread(target=answer, args=(json.loads(line),), daemon=True).start()
+        request = json.loads(line)
+        with lock:
+            if "given_up" in request:
+                if request["given_up"] in wanted:
+                    os.close(wanted.pop(request["given_up"]))
+                continue
+            given_up, wanted[request["id"]] = os.pipe()
+        threading.Thread(target=answer, args=(request, given_up), daemon=True).start()
     interpreters.close()
     return 0

@@ -45,9 +45,16 @@ class Interpreters:
         self._lock = threading.Lock()
 
     def run(
-        self, code: str, *, language: str, context: str, cwd: str, seconds: float | None
+        self,
+        code: str,
+        *,
+        language: str,
+        context: str,
+        cwd: str,
+        seconds: float | None,
+        given_up: int | None = None,
     ) -> dict[str, Any]:
-        """Raises Missing."""
+        """`given_up` is a descriptor that becomes readable when nobody wants the answer any more. Raises Missing."""
         kind = LANGUAGES.get(language.strip().lower())
         if kind is None:
             known = ", ".join(sorted(set(LANGUAGES.values())))
@@ -56,7 +63,7 @@ class Interpreters:
             held = self._contexts.get((kind, context))
             if held is None:
                 held = self._contexts[kind, context] = Interpreter(kind, self._directory, self._environment)
-        return held.run(code, cwd, seconds)
+        return held.run(code, cwd, seconds, given_up)
 
     def close(self) -> None:
         with self._lock:
@@ -76,8 +83,10 @@ class Interpreter:
         self._cwd = ""
         self._plain = False
 
-    def run(self, code: str, cwd: str, seconds: float | None) -> dict[str, Any]:
+    def run(self, code: str, cwd: str, seconds: float | None, given_up: int | None = None) -> dict[str, Any]:
         with self._turn:
+            if given_up is not None and select.select([given_up], [], [], 0)[0]:
+                return {}  # before its turn came
             if self._process is None:
                 self._start(cwd)
             changed = cwd if cwd != self._cwd else None
@@ -87,7 +96,7 @@ class Interpreter:
                 self._send((prefix + code).encode("utf-8", "surrogateescape") + b"\0")
             else:
                 self._send(json.dumps({"code": code, "cwd": changed}).encode() + b"\n")
-            answer = self._collect(seconds)
+            answer = self._collect(seconds, given_up)
             if answer.get("missing") is not None:
                 self.close()
                 if self._kind == "ipython":
@@ -98,7 +107,7 @@ class Interpreter:
                 self._plain = True
             else:
                 return answer
-        return self.run(code, cwd, seconds)
+        return self.run(code, cwd, seconds, given_up)
 
     def close(self) -> None:
         process, self._process = self._process, None
@@ -170,7 +179,7 @@ class Interpreter:
         except BrokenPipeError:
             pass  # it has ended; collecting says so
 
-    def _collect(self, seconds: float | None) -> dict[str, Any]:
+    def _collect(self, seconds: float | None, given_up: int | None) -> dict[str, Any]:
         outputs = {self._process.stdout.fileno(): HeadTail(), self._process.stderr.fileno(): HeadTail()}
         held = dict.fromkeys(outputs, b"")
         waiting = set(outputs)
@@ -179,14 +188,19 @@ class Interpreter:
         deadline = None if seconds is None else time.monotonic() + seconds
         interrupted = False
         while waiting or not answer.endswith(b"\n"):
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready = select.select([*waiting, self._answers], [], [], left)[0]
-            if not ready:
+            # Whatever there is to read: what prints without end has a time, too.
+            if deadline is not None and time.monotonic() >= deadline:
                 if interrupted:
                     break
                 interrupted = True
                 os.killpg(self._process.pid, signal.SIGINT)
                 deadline = time.monotonic() + _INTERRUPT_SECONDS
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            watched = [*waiting, self._answers, *([] if given_up is None else [given_up])]
+            ready = select.select(watched, [], [], left)[0]
+            if given_up in ready:
+                ready.remove(given_up)
+                given_up, deadline = None, time.monotonic()
             for descriptor in ready:
                 data = os.read(descriptor, 1 << 16)
                 if descriptor == self._answers:
