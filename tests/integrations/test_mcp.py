@@ -200,6 +200,13 @@ async def test_calls_wait_for_their_turn_and_an_end_does_not() -> None:
         await asyncio.gather(*held, return_exceptions=True)
 
 
+async def test_an_error_is_no_longer_than_a_page_whatever_it_names() -> None:
+    async with connected() as client:
+        said = await refused(client, "file_read", path="/tmp/" + "a/" * 100_000)
+        assert "bytes left out" in said
+        assert len(said) < 10_000
+
+
 async def test_a_part_of_a_file_is_no_longer_than_any_output() -> None:
     async with connected(output_bytes=2000) as client:
         await call(client, "file_write", path="/tmp/long", content="x" * 5000)

@@ -36,6 +36,7 @@ Seconds = Annotated[
 
 _DIRECTORY_ENTRIES = 1000
 _TICK_SECONDS = 1.0
+_ERROR_BYTES = 8192  # it names what was asked for, which may be of any length
 
 _SHELL = 'if command -v bash >/dev/null 2>&1; then exec bash -c "$0"; fi; exec sh -c "$0"'
 
@@ -247,7 +248,8 @@ def _told(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
         try:
             answer: T = answers.sendable(await call(*args, **kwargs))
         except LowtideError as error:
-            raise ToolError(answers.sendable(f"{type(error).__name__}: {error}")) from error
+            said = f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace")
+            raise ToolError(answers.cut(said, _ERROR_BYTES)[0]) from error
         return answer
 
     return told
