@@ -340,6 +340,9 @@ def test_the_log_shows_each_call_and_nothing_secret(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stderr.splitlines()]
-    assert [line[:2] + line[4:5] for line in lines] == [["e2b", "201", "POST"], ["e2b", "204", "DELETE"]]
+    assert [line[:2] + line[4:7] for line in lines] == [
+        ["e2b", "201", "1", "alive", "POST"],
+        ["e2b", "204", "0", "alive", "DELETE"],
+    ]
     assert "secret" not in done.stderr
     assert "e2b_" not in done.stderr

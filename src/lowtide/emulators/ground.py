@@ -83,6 +83,8 @@ class AnsweredCall:
     operation: str
     status: int
     seconds: float
+    alive: int
+    """How many sandboxes the service has after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,8 +205,15 @@ class Ground:
     def answered(self, provider: str, operation: str, status: int, seconds: float) -> None:
         """An emulator's server says what it answered, and how long that took."""
         if self.settings.on_call is not None:
+            emulator = self.emulators.get(provider)
             self.settings.on_call(
-                AnsweredCall(provider=provider, operation=operation, status=status, seconds=seconds)
+                AnsweredCall(
+                    provider=provider,
+                    operation=operation,
+                    status=status,
+                    seconds=seconds,
+                    alive=len(emulator.sandboxes()) if emulator is not None else 0,
+                )
             )
 
     def claimed_by(self, host: str) -> tuple[Emulator, str] | None:

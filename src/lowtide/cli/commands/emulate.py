@@ -135,4 +135,5 @@ def _show_table(described: dict[str, Any], limit: int) -> None:
 def _show_call(call: AnsweredCall) -> None:
     colour = "green" if 200 <= call.status < 400 else "yellow" if 400 <= call.status < 500 else "red"
     status = click.style(str(call.status or "cut"), fg=colour)
-    click.echo(f"{call.provider:10} {status:>3} {call.seconds * 1000:7.1f} ms  {call.operation}", err=True)
+    took = f"{call.seconds * 1000:7.1f} ms"
+    click.echo(f"{call.provider:10} {status:>3} {took} {call.alive:4} alive  {call.operation}", err=True)
