@@ -118,6 +118,7 @@ class Snapshots:
         add = app.router.add_route
         add("GET", f"{prefix}/snapshots", self.list_snapshots)
         add("POST", f"{prefix}/snapshots", self.create_snapshot)
+        add("GET", f"{prefix}/object-storage/push-access", self.push_access)
         for path, method, handler in (
             ("", "GET", self.get_snapshot),
             ("", "DELETE", self.delete_snapshot),
@@ -131,6 +132,14 @@ class Snapshots:
                 f"{prefix}/snapshots/{{id:[^/]+(?:/(?!activate$|deactivate$|build-logs)[^/]+)*}}{path}",
                 handler,
             )
+
+    async def push_access(self, request: web.Request) -> web.Response:
+        # The SDK sends a build's local files to object storage, and only over TLS with certificates it chooses itself.
+        raise Refused(
+            501,
+            "local files in an image (add_local_file, add_local_dir, COPY) are not available in the emulator: "
+            "write them with run_commands, or upload them to the sandbox with fs.upload_file",
+        )
 
     async def list_snapshots(self, request: web.Request) -> web.Response:
         query = request.query
