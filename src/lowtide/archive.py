@@ -31,6 +31,10 @@ def pack(directory: str, write: Callable[[bytes], object]) -> Tree:
     try:
         packed = Pack(write, marks=False, ahead=True)
         packed.run(top)
+    except OSError as error:
+        if isinstance(error.filename, str):  # it is named from the directory on
+            error.filename = os.path.join(directory, error.filename)
+        raise
     finally:
         os.close(top)
     return Tree(packed.files, packed.bytes, tuple(packed.skipped), tuple(packed.changed))
@@ -62,29 +66,37 @@ def merge(source: str, target: str) -> None:
     """
     top, into = os.open(source, DIRECTORY), os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _merge(top, into, _fits)
-        _merge(top, into, _move)
+        _merge(top, into, _fits, target)
+        _merge(top, into, _move, target)
     finally:
         os.close(top)
         os.close(into)
 
 
-def _merge(top: int, into: int, each: Callable[[str, int, int], bool]) -> None:
+def _merge(top: int, into: int, each: Callable[[str, int, int], bool], target: str) -> None:
     """`each` says whether it is a directory on both sides, to be gone into."""
     here, there = Position(top), Position(into)
+    folders: list[str] = []
     way = [os.listdir(here.fd)]  # for each directory on the way: what is still to come
     try:
         while way:
             if not way[-1]:
                 way.pop()
                 if way:
+                    folders.pop()
                     here.leave()
                     there.leave()
                 continue
             name = way[-1].pop()
-            if each(name, here.fd, there.fd):
-                here.enter(name)
-                there.enter(name)
+            try:
+                both = each(name, here.fd, there.fd)
+                if both:
+                    here.enter(name)
+                    there.enter(name)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, os.path.join(target, *folders, name)) from None
+            if both:
+                folders.append(name)
                 way.append(os.listdir(here.fd))
     finally:
         here.close()

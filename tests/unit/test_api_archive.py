@@ -164,7 +164,7 @@ def test_merging_replaces_files_and_follows_no_link(tmp_path: Path) -> None:
     (target / "d").symlink_to(elsewhere)
     with pytest.raises(NotADirectoryError) as refused:
         archive.merge(str(source), str(target))
-    assert (refused.value.errno, refused.value.filename) == (errno.ENOTDIR, "d")
+    assert (refused.value.errno, refused.value.filename) == (errno.ENOTDIR, str(target / "d"))
     assert list(elsewhere.iterdir()) == []
 
 

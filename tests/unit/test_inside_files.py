@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from tests.inside_program import serving
 
+from lowtide import archive
 from lowtide.errors import (
     ResourceExhaustedError,
     SandboxFileError,
@@ -24,6 +25,7 @@ from lowtide.errors import (
 from lowtide.providers.inside import Client, files
 from lowtide.providers.inside.forward import Forward
 from lowtide.providers.optional import FileKind
+from lowtide.trees import tar_stream
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -211,6 +213,26 @@ async def test_a_file_that_says_another_size_than_it_has_is_not_padded(client: C
         for name in steady:
             with open(os.path.join(place, name), "rb") as file:
                 assert found[name] == len(file.read()) > 0
+
+
+async def test_a_file_of_the_kernels_that_cannot_be_read_is_skipped_by_name(client: Client) -> None:
+    """It has a size and no block that holds it: /sys has many that can only be written."""
+    top = Path("/sys/kernel/mm")
+    closed = {str(path.relative_to(top)) for path in top.rglob("*") if path.is_file() and not _readable(path)}
+    if not closed:
+        pytest.skip("this kernel has no such file there")
+    stream = tar_stream.Reader(io.BytesIO(await _all(files.read_tree(client, str(top)))))
+    marks = [member.marks for member in stream if member.kind == tar_stream.MARK]
+    assert closed <= {os.fsdecode(mark.get(tar_stream.SKIPPED, b"")) for mark in marks}
+    assert closed <= {*archive.pack(str(top), lambda _: None).skipped}
+
+
+def _readable(path: Path) -> bool:
+    try:
+        path.read_bytes()
+    except OSError:
+        return False
+    return True
 
 
 async def test_what_goes_away_while_a_tree_is_read_is_left_out(client: Client, tmp_path: Path) -> None:

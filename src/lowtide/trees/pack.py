@@ -123,13 +123,11 @@ class Pack:
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ESRCH):
                 return False
-            if (
-                error.errno in (errno.ELOOP, errno.ENXIO) or not entry.info.st_size
-            ):  # another thing by now, or none
+            # Another thing by now, or none.
+            if error.errno in (errno.ELOOP, errno.ENXIO) or _holds_nothing(entry.info):
                 self._skip(shown)
                 return False
-            error.filename = shown
-            raise
+            raise OSError(error.errno, error.strerror, shown) from None
         try:
             before = os.fstat(fd)
             if not stat.S_ISREG(before.st_mode):
@@ -137,13 +135,19 @@ class Pack:
                 return False
             if not before.st_size and not self._says_its_size(fd):
                 return self._add_untold(fd, name, shown, before)
-            real, whole = self._content(fd, name, before)
+            try:
+                real, whole = self._content(fd, name, shown, before)
+            except OSError as error:
+                if error.filename != shown or before.st_size > _SMALL or not _holds_nothing(before):
+                    raise
+                self._skip(shown)  # nothing was said about it yet
+                return False
             after = os.fstat(fd)
             for _ in range(0 if self._marks else 3):  # shorter than was said: once more, as it is now
                 if whole:
                     break
                 os.lseek(fd, 0, os.SEEK_SET)
-                real, whole = self._content(fd, name, after)
+                real, whole = self._content(fd, name, shown, after)
                 after = os.fstat(fd)
             if not (whole or self._marks):
                 raise OSError(errno.EAGAIN, "it became shorter each time it was read", shown)
@@ -166,7 +170,7 @@ class Pack:
 
     def _add_untold(self, fd: int, name: bytes, shown: str, info: os.stat_result) -> bool:
         try:
-            data = _read(fd, _UNTOLD)
+            data = _read(fd, _UNTOLD, shown)
         except OSError:
             data = bytes(_UNTOLD)
         if len(data) == _UNTOLD:
@@ -178,16 +182,16 @@ class Pack:
         self.bytes += len(data)
         return True
 
-    def _content(self, fd: int, name: bytes, info: os.stat_result) -> tuple[int, bool]:
+    def _content(self, fd: int, name: bytes, shown: str, info: os.stat_result) -> tuple[int, bool]:
         """Head and content of a file, as long as it was when it was looked at; how much is real, and whether all is."""
         size, mode, moment = info.st_size, info.st_mode & 0o7777, info.st_mtime_ns
         if size <= _SMALL:
-            data = _read(fd, size)
+            data = _read(fd, size, shown)
             self._put(tar.header(name, tar.FILE, mode, len(data), moment) + data + tar.padding(len(data)))
             return len(data), True
         self._put(tar.header(name, tar.FILE, mode, size, moment))
         left = size
-        while left and (data := os.read(fd, min(left, _SMALL))):
+        while left and (data := _read(fd, min(left, _SMALL), shown)):
             self._put(data)
             left -= len(data)
         real = size - left
@@ -215,8 +219,16 @@ class Pack:
             self._write(block)
 
 
-def _read(fd: int, size: int) -> bytes:
-    data = os.read(fd, size) if size else b""
-    while 0 < len(data) < size and (more := os.read(fd, size - len(data))):
-        data += more
+def _holds_nothing(info: os.stat_result) -> bool:
+    """It says so, or has a size and no block to hold it, as those of /sys."""
+    return not info.st_size or not info.st_blocks
+
+
+def _read(fd: int, size: int, shown: str) -> bytes:
+    try:
+        data = os.read(fd, size) if size else b""
+        while 0 < len(data) < size and (more := os.read(fd, size - len(data))):
+            data += more
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, shown) from None
     return data

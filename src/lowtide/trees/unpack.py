@@ -159,7 +159,9 @@ class Careful(_Unpack):
         if kind == tar.FOLDER:
             self._enter(parts)
             if parts:
-                self._settle(parts, (member.mode & 0o777) | 0o700, member.mtime_ns)
+                self._settle(parts, (member.mode & 0o1777) | 0o700, member.mtime_ns)
+                if member.mode & 0o6000:
+                    self._remember(self.stripped, b"/".join(parts))
         elif not parts:
             raise FileExistsError
         elif kind == tar.FILE:

@@ -76,7 +76,10 @@ class Position:
 
 
 def walk(top: int) -> Iterator[Entry]:
-    """All there is in an open directory, in the order of names. What goes away meanwhile is left out."""
+    """All there is in an open directory, in the order of names. What goes away meanwhile is left out.
+
+    An OSError names what it is about, from `top` on.
+    """
     position = Position(top)
     # For each directory on the way: its own entry, and the names in it that are still to come, last first.
     way: list[tuple[Entry | None, list[str]]] = [(None, _names(position.fd))]
@@ -84,11 +87,16 @@ def walk(top: int) -> Iterator[Entry]:
         while way:
             own, names = way[-1]
             if names:
-                entry = _look(position, names.pop())
+                name = names.pop()
+                try:
+                    entry, below = _look(position, name)
+                except OSError as error:
+                    folders = [above.name for above, _ in way if above is not None]
+                    raise OSError(error.errno, error.strerror, "/".join((*folders, name))) from None
                 if entry is not None:
                     yield entry
                 if entry is not None and entry.own >= 0:
-                    way.append((entry, _names(entry.own)))
+                    way.append((entry, below))
                 continue
             way.pop()
             if own is not None:
@@ -98,18 +106,18 @@ def walk(top: int) -> Iterator[Entry]:
         position.close()
 
 
-def _look(position: Position, name: str) -> Entry | None:
-    """The entry of that name, and into it where it is a directory. None: it is gone or another thing by now."""
+def _look(position: Position, name: str) -> tuple[Entry | None, list[str]]:
+    """The entry of that name; into it where it is a directory, and the names there. None: it is gone or another by now."""
     try:
         info = os.lstat(name, dir_fd=position.fd)
         if not stat.S_ISDIR(info.st_mode):
-            return Entry(position.fd, name, info)
+            return Entry(position.fd, name, info), []
         position.enter(name)
-        return Entry(position.above, name, info, position.fd)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            return None
+            return None, []
         raise
+    return Entry(position.above, name, info, position.fd), _names(position.fd)
 
 
 def size(top: str) -> int:

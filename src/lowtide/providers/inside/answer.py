@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import struct
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,6 +13,7 @@ from lowtide.providers.inside.process import InsideProcess
 
 LENGTH = struct.Struct("<L")
 _ERROR = 0x80000000
+_LONGEST_NAME = 1 << 14
 
 
 class Answer:
@@ -58,7 +60,7 @@ class Answer:
             (left,) = LENGTH.unpack_from(data)
             data = data[LENGTH.size :]
             if left & _ERROR:
-                raise file_error(left & ~_ERROR, self._path, **self._context)
+                raise file_error(left & ~_ERROR, await self._about(data), **self._context)
             if left == 0:
                 return
             while left:
@@ -68,6 +70,13 @@ class Answer:
                 part, data = data[:left], data[left:]
                 left -= len(part)
                 yield part
+
+    async def _about(self, name: bytes) -> str:
+        """The path that an error is about: of a tree, what comes after it names something in there."""
+        while len(name) < _LONGEST_NAME and (more := await self.piece()):
+            name += more
+        below = name[:_LONGEST_NAME].decode("utf-8", "surrogateescape")
+        return posixpath.join(self._path, below.lstrip("/")) if below else self._path
 
     def cut_short(self, said: bytes = b"") -> SandboxUnavailableError:
         words = said[:400].decode("utf-8", "replace").strip()

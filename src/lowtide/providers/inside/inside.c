@@ -432,6 +432,13 @@ static __attribute__((noreturn)) void pass_end(long error)
 	write_all(1, &head, 4);
 	leave(0);
 }
+/* The same, with what it is about: of a tree, the name from its top on. */
+static __attribute__((noreturn)) void pass_error(long error, const char *name)
+{
+	u32 head = 0x80000000u | (u32)-error;
+	if (!write_all(1, &head, 4)) write_all(1, name, length(name));
+	leave(0);
+}
 /* Up to n bytes of what comes: how many, 0 at the end, or an error. */
 static long fetch(void *to, u32 n)
 {
@@ -865,8 +872,8 @@ static void pack_file(int fd)
 	if (K(statx, fd, "", AT_EMPTY_PATH, STATX_BASIC_STATS, &s) < 0 || (s.stx_mode & S_IFMT) != S_IFREG) { skip(); return; }
 	u64 size = s.stx_size, most = size && size < CHUNK ? size : CHUNK;
 	while ((u64)have < most && ((n = K(read, fd, block + have, most - have)) > 0 || n == -EINTR)) have += n > 0 ? n : 0;
-	if (n < 0 && n != -EINTR && !size) { skip(); return; }
-	if (n < 0 && n != -EINTR) pass_end(n);
+	if (n < 0 && n != -EINTR && (!size || (size <= CHUNK && !s.stx_blocks))) { skip(); return; } /* as those of /proc and /sys */
+	if (n < 0 && n != -EINTR) pass_error(n, where + 2);
 	if (!size && have) { /* either it has begun to grow, or it is like /proc and does not say how long it is */
 		if (grown(fd)) have = 0;
 		else if (have == CHUNK) { skip(); return; }
@@ -878,7 +885,7 @@ static void pack_file(int fd)
 	while (left) {
 		n = K(read, fd, block, left < CHUNK ? left : CHUNK);
 		if (n == -EINTR) continue;
-		if (n < 0) pass_end(n);
+		if (n < 0) pass_error(n, where + 2);
 		if (n == 0 && real == size) real -= left;
 		if (n == 0) { n = left < CHUNK ? left : CHUNK; memset(block, 0, n); }
 		pass(block, n);
@@ -902,7 +909,7 @@ static void pack(int at, const char *name, u64 end, int depth)
 	const char *child, *first;
 	long error = K(statx, at, name, AT_SYMLINK_NOFOLLOW, STATX_BASIC_STATS, &s);
 	if (gone(error) && depth) return; /* since it was listed */
-	if (error < 0) pass_end(error);
+	if (error < 0) pass_error(error, where + 2);
 	u32 type = s.stx_mode & S_IFMT;
 	if (type == S_IFLNK) {
 		long n = K(readlinkat, at, name, target_of_link, 4096);
@@ -917,15 +924,15 @@ static void pack(int at, const char *name, u64 end, int depth)
 	} else if (type == S_IFREG) {
 		long fd = K(openat, at, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
 		if (gone(fd)) return;
-		if (fd < 0 && !s.stx_size) { skip(); return; }
-		if (fd < 0) pass_end(fd);
+		if (fd < 0 && (!s.stx_size || !s.stx_blocks)) { skip(); return; }
+		if (fd < 0) pass_error(fd, where + 2);
 		pack_file(fd);
 		K(close, fd);
 	} else if (type == S_IFDIR) {
-		if (depth > 1000) pass_end(-ELOOP);
+		if (depth > 1000) pass_error(-ELOOP, where + 2);
 		long fd = K(openat, at, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
 		if (gone(fd) && depth) return;
-		if (fd < 0) pass_end(fd);
+		if (fd < 0) pass_error(fd, where + 2);
 		if (end + 2 >= LONGEST) pass_end(-ENAMETOOLONG);
 		where[end] = '/'; where[end + 1] = 0;
 		member(where, '5', &s, 0, "");
@@ -935,7 +942,8 @@ static void pack(int at, const char *name, u64 end, int depth)
 			memcpy(where + end + 1, child, n + 1);
 			pack(fd, child, end + 1 + n, depth + 1);
 		}
-		if (listed < 0 && !gone(listed)) pass_end(listed);
+		where[end] = 0;
+		if (listed < 0 && !gone(listed)) pass_error(listed, where + 2);
 		K(close, fd);
 	} else {
 		skip();

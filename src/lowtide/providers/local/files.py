@@ -8,6 +8,7 @@ import errno
 import fcntl
 import json
 import os
+import posixpath
 import stat as modes
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator
 from datetime import UTC, datetime
@@ -59,6 +60,8 @@ async def answer(reply: Reply, path: str, sandbox_id: str) -> tuple[Message, lis
         )
     message, fds = said
     if "errno" in message:
+        if "below" in message:
+            path = posixpath.join(path, message["below"])
         raise file_error(message["errno"], message["why"], path, sandbox_id)
     return message, fds
 

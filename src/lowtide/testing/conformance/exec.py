@@ -94,7 +94,7 @@ class ExecConformance(Conformance):
 
     def test_a_cwd_that_does_not_exist_runs_nothing(self, box: Sandbox) -> None:
         result = box.exec(["echo", "ran"], cwd="/no/such/place").result(ANSWER_SECONDS)
-        assert result.returncode != 0
+        assert result.returncode == 126
         assert "ran" not in result.stdout
         assert result.stderr
 

@@ -14,6 +14,7 @@ import pytest
 from lowtide import Sandbox
 from lowtide.errors import (
     SandboxFileError,
+    SandboxFileExistsError,
     SandboxFileNotFoundError,
     SandboxIsADirectoryError,
     SandboxNotADirectoryError,
@@ -174,7 +175,7 @@ class FilesConformance(Conformance):
             box.read_file(f"{place}/f/below").result(ANSWER_SECONDS)
         with pytest.raises(SandboxFileError):
             box.write_file(f"{place}/f/below", b"y").result(ANSWER_SECONDS)
-        with pytest.raises(SandboxFileError):
+        with pytest.raises(SandboxFileExistsError):
             box.make_dir(f"{place}/f").result(ANSWER_SECONDS)
         assert box.read_file(f"{place}/f").result(ANSWER_SECONDS) == b"x"
 

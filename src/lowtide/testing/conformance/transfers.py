@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lowtide import Sandbox
-from lowtide.errors import SandboxFileError, ValidationError
+from lowtide.errors import SandboxFileError, SandboxPermissionError, ValidationError
 from lowtide.testing.conformance.base import ANSWER_SECONDS, Conformance, eventually, sh
 
 MOMENT = 1_000_000_000
@@ -45,8 +45,9 @@ class TransfersConformance(Conformance):
         box.write_file(f"{place}/tree/pipe", b"content").result(ANSWER_SECONDS)
         (tmp_path / "out").mkdir()
         os.mkfifo(tmp_path / "out" / "pipe")
-        with pytest.raises(FileExistsError):
+        with pytest.raises(FileExistsError) as caught:
             box.download(f"{place}/tree", tmp_path / "out").result(ANSWER_SECONDS)
+        assert caught.value.filename == str(tmp_path / "out" / "pipe")
         assert [path.name for path in tmp_path.rglob("*")] == ["out", "pipe"]
 
     def test_a_file_that_becomes_shorter_or_longer_on_its_way_out_is_named_and_not_padded(
@@ -185,6 +186,25 @@ class TransfersConformance(Conformance):
                 box.upload(path, f"{place}/f")
         box.upload("/proc/self/status", f"{place}/status").result(ANSWER_SECONDS)
         assert b"Name:" in box.read_file(f"{place}/status").result(ANSWER_SECONDS)
+
+    def test_set_id_bits_survive_the_way_in(self, box: Sandbox, place: str, tmp_path: Path) -> None:
+        (tmp_path / "f").write_bytes(b"content")
+        (tmp_path / "f").chmod(0o6755)
+        box.upload(tmp_path / "f", f"{place}/up").result(ANSWER_SECONDS)
+        box.write_file(f"{place}/whole", b"content", mode=0o4711).result(ANSWER_SECONDS)
+        box.write_file_streaming(f"{place}/pieces", [b"con", b"tent"], mode=0o2750).result(ANSWER_SECONDS)
+        box.write_file(f"{place}/whole", b"newer").result(ANSWER_SECONDS)
+        modes = {entry.name: entry.mode for entry in box.list_dir(place).result(ANSWER_SECONDS)}
+        assert modes == {"up": 0o6755, "whole": 0o4711, "pieces": 0o2750}
+
+    def test_what_may_not_be_read_in_a_tree_is_named(self, box: Sandbox, place: str, tmp_path: Path) -> None:
+        box.write_file(f"{place}/t/a/secret", b"x", mode=0).result(ANSWER_SECONDS)
+        if box.exec(["cat", f"{place}/t/a/secret"]).result(ANSWER_SECONDS).returncode == 0:
+            pytest.skip("the sandbox's user may read everything here")
+        with pytest.raises(SandboxPermissionError) as caught:
+            box.download(f"{place}/t", tmp_path / "back").result(ANSWER_SECONDS)
+        assert caught.value.filename == f"{place}/t/a/secret"
+        assert list(tmp_path.iterdir()) == []
 
     def test_times_survive_both_ways(self, box: Sandbox, place: str, tmp_path: Path) -> None:
         (tmp_path / "t" / "d").mkdir(parents=True)

@@ -85,10 +85,15 @@ class TreesConformance(Conformance):
         assert (tmp_path / "back" / "file").read_text() == "x\n"
         assert all(stat.S_ISREG(mode) for mode in kinds.values()), kinds
 
-    def test_a_downloaded_tree_has_no_setuid_files(self, box: Sandbox, place: str, tmp_path: Path) -> None:
-        sh(box, f"mkdir {place}/t && cp /bin/sh {place}/t/shell && chmod 6755 {place}/t/shell")
-        box.download(f"{place}/t", tmp_path / "back").result(ANSWER_SECONDS)
-        assert not (tmp_path / "back" / "shell").stat().st_mode & (stat.S_ISUID | stat.S_ISGID)
+    def test_a_downloaded_tree_has_no_set_id_bits_and_says_so(
+        self, box: Sandbox, place: str, tmp_path: Path
+    ) -> None:
+        sh(box, f"mkdir -p {place}/t/shared {place}/t/tmp && cp /bin/sh {place}/t/shell")
+        sh(box, f"cd {place}/t && chmod 6755 shell && chmod 2755 shared && chmod 1777 tmp")
+        moved = box.download(f"{place}/t", tmp_path / "back").result(ANSWER_SECONDS)
+        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "back").iterdir()}
+        assert modes == {"shell": 0o755, "shared": 0o755, "tmp": 0o1777}
+        assert sorted(moved.stripped) == ["shared", "shell"]
 
     def test_a_missing_tree_leaves_nothing_here(self, box: Sandbox, place: str, tmp_path: Path) -> None:
         with pytest.raises(SandboxFileError):

@@ -37,7 +37,10 @@ def call_inside(message: Message, fds: Fds) -> int:
         restrict(0, 0, 0)
         work(message, fds)
     except OSError as error:
-        send(fds[0], {"errno": error.errno or errno.EIO, "why": error.strerror or str(error)})
+        answer: Message = {"errno": error.errno or errno.EIO, "why": error.strerror or str(error)}
+        if isinstance(error.filename, str) and not error.filename.startswith("/"):
+            answer["below"] = error.filename[:4000]  # what of a tree it is about
+        send(fds[0], answer)
     except BaseException as error:
         send(fds[0], {"errno": errno.EIO, "why": f"{type(error).__name__}: {error}"})
     finally:
@@ -82,6 +85,8 @@ def call_write(message: Message, fds: Fds) -> None:
         os.fchmod(fd, mode)
         send(fds[0], {"ok": True}, [fd])
         said = os.read(fds[0], 1)
+        if mode & 0o6000:
+            os.fchmod(fd, mode)  # again: who writes without CAP_FSETID loses the set-id bits
         os.close(fd)  # a program that somebody has open for writing cannot be run
         if said == b"C":
             os.rename(temporary, name, src_dir_fd=place, dst_dir_fd=place)
@@ -116,10 +121,7 @@ def call_list(message: Message, fds: Fds) -> None:
 
 
 def call_make_dir(message: Message, fds: Fds) -> None:
-    try:
-        os.makedirs(message["path"], 0o755, exist_ok=True)
-    except FileExistsError:
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
+    os.makedirs(message["path"], 0o755, exist_ok=True)
     send(fds[0], {"ok": True})
 
 

@@ -116,7 +116,11 @@ class CommandStarter:
         refused: OSError | None = None
         try:
             wear(message["mark"])
-            os.chdir(message["cwd"])
+            try:
+                os.chdir(message["cwd"])
+            except OSError as error:
+                complain(stdio[2], error)
+                return "refused"  # 126, as everywhere: the command itself may well be there
             for candidate in candidates(arguments[0], environment):
                 try:
                     return os.posix_spawn(

@@ -84,7 +84,10 @@ def run_command(message: Message, fds: Fds) -> None:
                     os.fchown(fd, uid, gid)
         environment.update(message["own_env"])
         restrict(uid, gid, message["nproc"])
-        os.chdir(message["cwd"])
+        try:
+            os.chdir(message["cwd"])
+        except OSError as error:  # 126, as everywhere: the command itself may well be there
+            raise OSError(error.errno, error.strerror, message["cwd"], None, "found") from None
         wear(message["mark"])
         default_signals()
         execute(message["argv"], {os.fsencode(k): os.fsencode(v) for k, v in environment.items()})
