@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import posixpath
 import tarfile
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lowtide import archive, local_target
-from lowtide.errors import SandboxFileError, SandboxIsADirectoryError
+from lowtide.errors import LowtideError, SandboxFileError, SandboxIsADirectoryError
 from lowtide.in_thread import in_thread
 from lowtide.providers import derived
 from lowtide.providers.base import Provider
@@ -28,6 +29,7 @@ from lowtide.trees.remove import remove_tree
 T = TypeVar("T")
 
 _CHUNK = 1 << 20
+_BESIDE = ".lowtide-"
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -49,10 +51,11 @@ async def _download_file(
     target = os.path.join(local, posixpath.basename(remote)) if _is_directory(local) else local
     os.makedirs(os.path.dirname(target), exist_ok=True)
     place, direct = local_target.resolve(target)
-    if direct:
-        count = await _download_into(provider, sandbox_id, remote, place)
-    else:
-        count = await _download_beside(provider, sandbox_id, remote, place, entry, moved)
+    with _named(target):
+        if direct:
+            count = await _download_into(provider, sandbox_id, remote, place)
+        else:
+            count = await _download_beside(provider, sandbox_id, remote, place, entry, moved)
     changed = entry.kind is FileKind.FILE and bool(entry.size) and count != entry.size
     if changed:
         now = await derived.files_of(provider).stat(sandbox_id, remote)
@@ -76,7 +79,7 @@ async def _download_beside(
     provider: Provider, sandbox_id: str, remote: str, place: str, entry: FileEntry, moved: Moved | None
 ) -> int:
     """A new file that takes its place when it is whole."""
-    fd, part = tempfile.mkstemp(prefix=".lowtide-", dir=os.path.dirname(place))
+    fd, part = tempfile.mkstemp(prefix=_BESIDE, dir=os.path.dirname(place))
 
     def keep(chunks: Iterable[bytes]) -> None:
         with open(fd, "wb", buffering=_CHUNK) as file:
@@ -110,7 +113,13 @@ async def _download_beside(
 
 async def _download_tree(provider: Provider, sandbox_id: str, remote: str, local: str) -> Transfer:
     os.makedirs(os.path.dirname(local), exist_ok=True)
-    scratch = tempfile.mkdtemp(prefix=".lowtide-", dir=os.path.dirname(local))
+    with _named(local):
+        return await _unpack_beside(provider, sandbox_id, remote, local)
+
+
+async def _unpack_beside(provider: Provider, sandbox_id: str, remote: str, local: str) -> Transfer:
+    """A new directory that takes its place, or what it holds, when it is whole."""
+    scratch = tempfile.mkdtemp(prefix=_BESIDE, dir=os.path.dirname(local))
 
     def keep(chunks: Iterable[bytes]) -> archive.Tree:
         tree = archive.unpack(chunks, scratch)
@@ -137,6 +146,21 @@ async def _download_tree(provider: Provider, sandbox_id: str, remote: str, local
     finally:
         await asyncio.shield(in_thread(lambda: _remove(scratch)))
     return Transfer(**tree._asdict())
+
+
+@contextlib.contextmanager
+def _named(local: str) -> Iterator[None]:
+    """An error of this machine's names what was asked for, and not what stands beside it for a while."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, LowtideError):
+            raise
+        beside = isinstance(error.filename, str) and os.path.basename(error.filename).startswith(_BESIDE)
+        full = error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if not (beside or full):
+            raise
+        raise OSError(error.errno, error.strerror, local) from error
 
 
 def _remove(scratch: str) -> None:

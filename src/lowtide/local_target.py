@@ -50,6 +50,8 @@ def write_into(path: str, blocks: Iterable[bytes], given_up: Callable[[], bool])
                     view = view[os.write(fd, view) :]
                 except BlockingIOError:
                     select.select([], [fd], [], 0.2)
+                except OSError as error:
+                    raise OSError(error.errno, error.strerror, path) from None
     finally:
         os.close(fd)
 

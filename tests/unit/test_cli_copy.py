@@ -60,3 +60,18 @@ def test_what_is_missing_is_one_line_and_leaves_no_half_file(cli: Cli, box: str,
     assert cli("cp", str(tmp_path / "not here"), f"{box}:/root/x").returncode == 1
     assert list(tmp_path.iterdir()) == []
     assert cli("exec", box, "--", "ls", "/root/x").returncode != 0
+
+
+def test_an_error_on_this_side_names_what_was_asked_for(cli: Cli, box: str, tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "file").write_text("old")
+    for source, target in (
+        ("/etc", f"{tmp_path}/file"),
+        ("/etc", "/proc/none"),
+        ("/etc/hostname", "/proc/none"),
+        ("/etc/hostname", "/dev/full"),
+    ):
+        done = cli("cp", f"{box}:{source}", target)
+        assert done.returncode == 1
+        assert one_line(done).endswith(f": '{target}'\n"), done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "old"
