@@ -197,9 +197,19 @@ class SandboxFileError(SandboxError, OSError):
     ) -> None:
         super().__init__(message, **context)
         self.path = path
-        self.errno = self._number if number is None else number
-        self.strerror = os.strerror(self.errno)
-        self.filename = path
+        if number is not None:
+            self._number = number
+        self._tell()
+
+    def __setstate__(self, state: dict[str, Any] | None) -> None:
+        # Of a copy, and of one from another process: what OSError keeps is not in the state.
+        super().__setstate__(state)
+        self._tell()
+
+    def _tell(self) -> None:
+        self.errno = self._number
+        self.strerror = os.strerror(self._number)
+        self.filename = self.path
 
 
 class SandboxFileNotFoundError(SandboxFileError, FileNotFoundError):

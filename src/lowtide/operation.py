@@ -288,7 +288,7 @@ def results(operations: Operation[T] | Iterable[Operation[T]]) -> T | list[T]:
     """
     if isinstance(operations, Operation):
         return operations.result()
-    started = list(operations)
+    started = _items("operations", operations)
     for position, operation in enumerate(started):
         if not isinstance(operation, Operation):
             raise ValidationError(
@@ -321,8 +321,18 @@ def wait(
     Returns (done, pending), each in the order given. A failed one counts as done; nothing is raised.
     """
     timeout = _timeout(timeout)
-    items = list(waitables)
+    items = _items("waitables", waitables)
+    for position, item in enumerate(items):
+        if not hasattr(item, "_operation"):
+            raise ValidationError(
+                f"wait() takes operations and sandboxes; item {position} is a {type(item).__name__}",
+                argument="waitables",
+            )
     wanted = len(items) if num_returns is None else num_returns
+    if not isinstance(wanted, int) or isinstance(wanted, bool):
+        raise ValidationError(
+            f"num_returns must be a whole number, not {type(wanted).__name__}", argument="num_returns"
+        )
     if not 0 <= wanted <= len(items):
         raise ValidationError(
             f"num_returns is {wanted} but there are {len(items)} to wait for", argument="num_returns"
@@ -343,6 +353,12 @@ def wait(
     done = [item for item, is_done in zip(items, ended, strict=True) if is_done]
     pending = [item for item, is_done in zip(items, ended, strict=True) if not is_done]
     return done, pending
+
+
+def _items(argument: str, given: Iterable[W]) -> list[W]:
+    if not isinstance(given, Iterable) or isinstance(given, Operation):
+        raise ValidationError(f"{argument} must be a list, not a {type(given).__name__}", argument=argument)
+    return list(given)
 
 
 def refuse_to_block() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import errno
 import inspect
 import math
 import pickle
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 
 import lowtide
-from lowtide import Operation, Sandbox, SandboxDefaults, Session, ValidationError
+from lowtide import Operation, Sandbox, SandboxDefaults, SandboxFileError, Session, ValidationError
 from lowtide.process import Process, TerminalSession
 from lowtide.providers.base import ProcessSpec
 from lowtide.stream import StreamWriter
@@ -182,6 +184,14 @@ def test_results_and_wait_take_no_nonsense() -> None:
         lowtide.wait([], num_returns=3)
     with pytest.raises(ValidationError):
         lowtide.results([5])  # type: ignore[list-item]
+    for nonsense in (5, [5], Operation.over(5)):
+        with pytest.raises(ValidationError):
+            lowtide.wait(nonsense)  # type: ignore[arg-type]
+    for count in (True, 1.0, "1"):
+        with pytest.raises(ValidationError):
+            lowtide.wait([Operation.over(5)], num_returns=count)  # type: ignore[arg-type]
+    with pytest.raises(ValidationError):
+        lowtide.results(5)  # type: ignore[call-overload]
 
 
 def test_a_wait_for_ever_is_one(things: dict[str, Any]) -> None:
@@ -203,6 +213,13 @@ def test_pickling_says_what_to_pass_instead(things: dict[str, Any]) -> None:
     for name, words in {"Sandbox": "sandbox_id", "Session": "sandbox_id", "Process": "result"}.items():
         with pytest.raises(TypeError, match=words):
             pickle.dumps(things[name])
+
+
+def test_a_pickled_or_copied_file_error_tells_the_same() -> None:
+    error = SandboxFileError("/x: full", path="/x", number=errno.ENOSPC, provider="local")
+    for other in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        said = (str(other), other.errno, other.strerror, other.filename, other.path, other.provider)
+        assert said == ("/x: full", errno.ENOSPC, "No space left on device", "/x", "/x", "local")
 
 
 def test_help_shows_every_keyword() -> None:
