@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
+import lzma
 import os
 import signal
 import stat
@@ -55,7 +58,11 @@ def test_cp_of_a_tar_stream(cli: Cli, box: str) -> None:  # noqa: F811
         info = tarfile.TarInfo("d/" + "n" * 150)
         info.size = 3
         tar.addfile(info, io.BytesIO(b"abc"))
-    assert cli("cp", "-", f"{box}:/in", input=packed.getvalue()).returncode == 0
+    for compress in (bytes, gzip.compress, bz2.compress, lzma.compress):
+        assert cli("exec", box, "--", "rm", "-rf", "/in").returncode == 0
+        assert cli("cp", "-", f"{box}:/in", input=compress(packed.getvalue())).returncode == 0
+    cut = cli("cp", "-", f"{box}:/cut", input=gzip.compress(packed.getvalue())[:-9])
+    assert (cut.returncode, cut.stderr.count(b"\n")) == (1, 1)
     out = cli("cp", f"{box}:/in", "-")
     assert out.returncode == 0, out.stderr
     with tarfile.open(fileobj=io.BytesIO(out.stdout)) as tar:
@@ -79,6 +86,35 @@ def test_cp_never_replaces_a_device_or_standard_output(cli: Cli, box: str, tmp_p
     assert (tmp_path / "out").read_bytes() == b"before\nsandbox\n"
     assert cli("cp", f"{box}:/etc/hostname", "/dev/null").returncode == 0
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+@pytest.mark.parametrize("arguments", [("run", "--", "echo", "hi"), ("ls",), ("cp", "BOX:/etc", "-")])
+def test_output_that_cannot_be_written_is_one_line(cli: Cli, box: str, arguments: tuple[str, ...]) -> None:  # noqa: F811
+    """A closed output's number must not become another file's: then this would be written into that."""
+    words = [word.replace("BOX", box) for word in arguments]
+    for output in (">&-", ">/dev/full"):
+        done = subprocess.run(
+            ["sh", "-c", f'exec "$@" {output}', "sh", *LOWTIDE, *words],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=cli.environ,
+            timeout=120,
+        )
+        assert done.returncode == (125 if "run" in words else 1), done.stderr
+        assert done.stderr.startswith(b"lowtide: [Errno ")
+        assert done.stderr.count(b"\n") == 1
+
+
+def test_input_that_cannot_be_read_ends_the_command(cli: Cli, box: str) -> None:  # noqa: F811
+    with open("/proc/self/mem", "rb") as unreadable:  # nothing is mapped at its start
+        done = subprocess.run(
+            [*LOWTIDE, "exec", box, "--", "cat"],
+            stdin=unreadable,
+            capture_output=True,
+            env=cli.environ,
+            timeout=120,
+        )
+    assert (done.returncode, b"standard input" in done.stderr) == (125, True), done.stderr
 
 
 def test_input_through_a_pipe_goes_inside(cli: Cli, box: str) -> None:  # noqa: F811

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import subprocess
 import tarfile
 from collections.abc import AsyncIterator
+
+import pytest
 
 from lowtide.cli.copying import _rename
 from lowtide.trees import tar_stream as tar
@@ -27,3 +31,17 @@ async def test_a_file_that_became_shorter_is_named_and_names_that_lead_out_are_l
     out.seek(0)
     with tarfile.open(fileobj=out) as archive:
         assert archive.getnames() == ["top/log", "top/cut", "top/last"]
+
+
+async def test_what_ends_too_soon_passes_for_no_whole_archive(caplog: pytest.LogCaptureFixture) -> None:
+    async def sent() -> AsyncIterator[bytes]:
+        yield tar.header(b"f", tar.FILE, 0o644, 1, 0) + b"x" + tar.padding(1)
+        raise PermissionError("no further")
+
+    out = io.BytesIO()
+    with pytest.raises(PermissionError):
+        await _rename(sent(), b"top", out)
+    gc.collect()
+    assert caplog.text == ""  # "Task exception was never retrieved"
+    listed = subprocess.run(["tar", "tf", "-"], input=out.getvalue(), capture_output=True)
+    assert listed.returncode != 0

@@ -90,6 +90,7 @@ def app(ctx: click.Context, debug: bool) -> None:
 
 def run() -> NoReturn:
     """Run the command line and leave with its exit code."""
+    _open_missing_streams()
     debug = "--debug" in sys.argv[1:2] or bool(os.environ.get("LOWTIDE_DEBUG"))
     try:
         code = _invoke()
@@ -108,7 +109,23 @@ def run() -> NoReturn:
         line, code = explain(error)
         if line:
             print(f"lowtide: {line}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _discard_output()
     sys.exit(code if isinstance(code, int) else exit_codes.OK)
+
+
+def _open_missing_streams() -> None:
+    """A closed stream's number goes to whatever is opened next: a command's output must not end up in the ledger."""
+    for fd, flags in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, flags)  # the lowest free number; to write to a closed output stays an error
+    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115 - as long as we run
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def _invoke() -> object:
@@ -122,6 +139,10 @@ def _invoke() -> object:
 
 
 def _reader_left() -> int:
+    _discard_output()
+    return exit_codes.BROKEN_PIPE
+
+
+def _discard_output() -> None:
     # Otherwise the interpreter tries to flush once more at exit and complains.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    return exit_codes.BROKEN_PIPE

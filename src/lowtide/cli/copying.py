@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import posixpath
 import sys
@@ -26,14 +27,15 @@ if TYPE_CHECKING:
     from lowtide.sandbox import Sandbox
 
 _CHUNK = 1 << 20
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "lzma"}
+_NOT_WHOLE = b"lowtide: this archive is not whole\n" * 32  # no header: whoever unpacks it says so
 
 
 def copy_in(given: str, sandbox: str, path: str, *, provider: str | None, quiet: bool) -> None:
     """Raises FileNotFoundError and its family for either side, before anything is written."""
     if given == "-":
         place, sandbox_id = connected(find_sandbox(sandbox, provider))
-        chunks = iter(lambda: os.read(0, _CHUNK), b"")
-        engine().run(derived.trees_of(place).write_tree(sandbox_id, path, source.chunks_of(chunks)))
+        engine().run(derived.trees_of(place).write_tree(sandbox_id, path, source.chunks_of(_tar_input())))
         return
     local = Path(given)
     size = local.stat().st_size
@@ -56,6 +58,22 @@ def copy_in(given: str, sandbox: str, path: str, *, provider: str | None, quiet:
         with local.open("rb") as file:  # a pipe or a device: to its end
             chunks = _counted(iter(lambda: file.read(_CHUNK), b""), moved)
             box.write_file_streaming(path, chunks).result()
+
+
+def _tar_input() -> Iterator[bytes]:
+    """Our standard input; as `docker cp -` takes it, also what gzip, bzip2 or xz has made of a tar stream."""
+    with open(0, "rb", closefd=False) as given:
+        kind = next((name for magic, name in _COMPRESSED.items() if given.peek(6).startswith(magic)), None)
+        if kind is None:
+            yield from iter(lambda: given.read1(_CHUNK), b"")
+            return
+        import importlib
+
+        try:
+            with importlib.import_module(kind).open(given) as plain:
+                yield from iter(lambda: plain.read(_CHUNK), b"")
+        except Exception as error:  # each of them has errors of its own
+            raise OSError(errno.EINVAL, f"what came is not whole: {error}", "standard input") from error
 
 
 def copy_out(sandbox: str, path: str, target: str, *, provider: str | None, quiet: bool) -> None:
@@ -156,7 +174,7 @@ async def _rename(chunks: AsyncIterator[bytes], name: bytes, out: IO[bytes]) -> 
         changed: list[str] = []
         shorter: list[str] = []
         last: tuple[str, int] | None = None  # the file before, whose mark may follow
-        for member in reader:
+        for member in _or_say_so(reader, out):
             if member.kind == tar_stream.MARK:
                 if tar_stream.SKIPPED in member.marks:
                     skipped.append(os.fsdecode(member.marks[tar_stream.SKIPPED]))
@@ -197,9 +215,22 @@ async def _rename(chunks: AsyncIterator[bytes], name: bytes, out: IO[bytes]) -> 
         async for chunk in chunks:
             stream.put(chunk)
             await stream.room()
-    finally:
+    except BaseException:
         stream.end()
+        await asyncio.wait({writing})
+        writing.exception()  # that it ended too soon: why is what is raised here
+        raise
+    stream.end()
     return await writing
+
+
+def _or_say_so(reader: tar_stream.Reader, out: IO[bytes]) -> Iterator[tar_stream.Member]:
+    """Between two members a stream that ends too soon would pass for a whole one."""
+    try:
+        yield from reader
+    except tar_stream.TarError:
+        out.write(_NOT_WHOLE)
+        raise
 
 
 def _call(box: Sandbox, path: str, work: Callable[..., Any]) -> Any:

@@ -109,8 +109,8 @@ def _not_the_commands_fault() -> Iterator[None]:
     """A failure of ours must not look like an exit code of the command: 125, unless it is usage or a timeout."""
     try:
         yield
-    except (ValidationError, CommandTimeoutError):
+    except (ValidationError, CommandTimeoutError, BrokenPipeError):
         raise
-    except LowtideError as error:
+    except (LowtideError, OSError) as error:
         print(f"lowtide: {explain(error)[0]}", file=sys.stderr)
         raise click.exceptions.Exit(exit_codes.INFRASTRUCTURE) from error

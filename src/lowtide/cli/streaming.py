@@ -47,7 +47,10 @@ def stream(
         ):
             if feeding:
                 feeding.start()
-            return running.run(_to_the_end(handle, timeout_seconds))
+            code = running.run(_to_the_end(handle, timeout_seconds))
+            if feeding and feeding.error:
+                raise feeding.error
+            return code
     except BaseException:
         # Whatever happened here, the command is not left running without anyone to read it.
         with contextlib.suppress(Exception):
@@ -96,6 +99,10 @@ def _write_all(fd: int, data: bytes) -> None:
             left = left[os.write(fd, left) :]
         except BlockingIOError:  # somebody else made our terminal non-blocking
             select.select([], [fd], [])
+        except OSError as error:
+            raise OSError(
+                error.errno, error.strerror, f"standard {'error' if fd == 2 else 'output'}"
+            ) from None
 
 
 class _Input:
@@ -104,6 +111,8 @@ class _Input:
     def __init__(self, handle: ProcessHandle) -> None:
         self._handle = handle
         self._wake, self._waker = os.pipe()
+        self.error: OSError | None = None
+        """Why our standard input could not be read. The command was ended then: it would have waited for ever."""
         self._thread = threading.Thread(target=self._copy, name="lowtide-stdin", daemon=True)
 
     def start(self) -> None:
@@ -124,7 +133,14 @@ class _Input:
                 ready, _, _ = select.select([fd, self._wake], [], [])
                 if self._wake in ready:
                     return
-                data = os.read(fd, _CHUNK)
+                try:
+                    data = os.read(fd, _CHUNK)
+                except BlockingIOError:
+                    continue
+                except OSError as error:
+                    self.error = OSError(error.errno, error.strerror, "standard input")
+                    engine().run(self._handle.terminate(0.0))
+                    return
                 if not data:
                     break
                 engine().run(self._handle.write_stdin(data))

@@ -16,8 +16,8 @@ def command(*, provider: str | None, quiet: bool, source: str, target: str) -> N
     """Copy FROM to TO; one of them is ID:/path in a sandbox.
 
     As `docker cp`: into a directory that is there FROM goes with its name, and FROM/. is what it holds; a TO that is
-    not there is made, with its parents. - is a tar stream, from standard input or to standard output. A file
-    appears whole or not at all; into a device or a pipe it is written. A local name with a colon: ./name:with-colon.
+    not there is made, with its parents. - is a tar stream, from standard input (compressed or not) or to standard
+    output. A file appears whole or not at all; into a device or a pipe it is written. A local name with a colon: ./name:with-colon.
 
     \b
     Examples: lowtide cp data.csv 01k9…:/root/data.csv
