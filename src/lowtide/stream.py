@@ -51,11 +51,15 @@ class StreamReader(Generic[T]):
         self._waiting: list[Callable[[], object]] = []
         self._room: asyncio.Future[None] | None = None
         self._generation = generation()
+        self._held: _Held[T] = _Held()
 
     def __iter__(self) -> StreamReader[T]:
         return self
 
     def __next__(self) -> T:
+        return self._held.all() or self._next()
+
+    def _next(self) -> T:
         while (piece := self._take()) is _NOTHING_YET:
             refuse_to_block()
             arrived = threading.Event()
@@ -69,6 +73,9 @@ class StreamReader(Generic[T]):
         return self
 
     async def __anext__(self) -> T:
+        return self._held.all() or await self._anext()
+
+    async def _anext(self) -> T:
         while (piece := self._take()) is _NOTHING_YET:
             await self._arrival()
         if piece is _END:
@@ -78,7 +85,8 @@ class StreamReader(Generic[T]):
     def lines(self) -> Lines[T]:
         """Whole lines, each with its end: ``for line in process.stdout.lines()`` or ``async for``.
 
-        A line ends at ``\\n``; the last one may have no end.
+        A line ends at ``\\n``; the last one may have no end. Asked for again, it goes on where the lines before left off,
+        and so does the stream itself.
         """
         return Lines(self)
 
@@ -191,43 +199,73 @@ class Lines(Generic[T]):
 
     def __init__(self, reader: StreamReader[T]) -> None:
         self._reader: StreamReader[T] = reader
-        self._ready: deque[T] = deque()
-        self._rest: list[T] = []  # pieces of a line whose end has not come: joined once
-        self._ended = False
 
     def __iter__(self) -> Lines[T]:
         return self
 
     def __next__(self) -> T:
-        while not self._ready:
-            if self._ended:
-                raise StopIteration
-            self._take(next(self._reader, None))
-        return self._ready.popleft()
+        held = self._reader._held
+        while (line := held.line()) is None:
+            try:
+                held.take(self._reader._next())
+            except Exception:  # its end too
+                if not self._last_line():
+                    raise
+        return line
 
     def __aiter__(self) -> Lines[T]:
         return self
 
     async def __anext__(self) -> T:
-        while not self._ready:
-            if self._ended:
-                raise StopAsyncIteration
-            self._take(await anext(self._reader, None))
-        return self._ready.popleft()
+        held = self._reader._held
+        while (line := held.line()) is None:
+            try:
+                held.take(await self._reader._anext())
+            except Exception:
+                if not self._last_line():
+                    raise
+        return line
 
-    def _take(self, chunk: T | None) -> None:
-        if chunk is None:
-            self._ended = True
-            if self._rest:
-                self._ready.append(self._joined())
-            return
+    def _last_line(self) -> bool:
+        """Whether there is one without its end, to be given out before an error is raised."""
+        return self._reader._ended and self._reader._held.end_line()
+
+
+class _Held(Generic[T]):
+    """What was taken from a stream for its lines and not given out yet. The stream has it: a loop over lines may be left."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ready: deque[T] = deque()
+        self._rest: list[T] = []  # pieces of a line whose end has not come: joined once
+
+    def line(self) -> T | None:
+        with self._lock:
+            return self._ready.popleft() if self._ready else None
+
+    def all(self) -> T | None:
+        if not self._ready and not self._rest:
+            return None
+        with self._lock:
+            self._rest[:0] = self._ready
+            self._ready.clear()
+            return self._joined() if self._rest else None
+
+    def take(self, chunk: T) -> None:
         end: Any = "\n" if isinstance(chunk, str) else b"\n"
         pieces: list[Any] = list(chunk.split(end))
-        for piece in pieces[:-1]:
-            self._rest.append(piece + end)
-            self._ready.append(self._joined())
-        if pieces[-1]:
-            self._rest.append(pieces[-1])
+        with self._lock:
+            for piece in pieces[:-1]:
+                self._rest.append(piece + end)
+                self._ready.append(self._joined())
+            if pieces[-1]:
+                self._rest.append(pieces[-1])
+
+    def end_line(self) -> bool:
+        with self._lock:
+            if self._rest:
+                self._ready.append(self._joined())
+            return bool(self._ready)
 
     def _joined(self) -> T:
         pieces, self._rest = self._rest, []

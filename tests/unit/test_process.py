@@ -245,3 +245,33 @@ def gone(pid: int, seconds: float = 60.0) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+def test_a_loop_over_lines_that_is_left_loses_nothing() -> None:
+    reader: StreamReader[str] = StreamReader(text=True)
+    reader.put(b"1\n2\n3\n4\n5")
+    reader.put(b"5\n6\n7")
+    reader.end(RuntimeError("the sandbox is gone"))
+    for line in reader.lines():
+        if line == "2\n":
+            break
+    assert next(reader.lines()) == "3\n"
+    assert next(iter(reader)) == "4\n5"
+    rest = reader.lines()
+    assert [next(rest), next(rest), next(rest)] == ["5\n", "6\n", "7"]
+    with pytest.raises(RuntimeError):
+        next(rest)
+    with pytest.raises(RuntimeError):
+        next(reader)
+
+
+async def test_lines_go_on_in_async_code_and_after_their_end() -> None:
+    reader: StreamReader[bytes] = StreamReader(text=False)
+    reader.put(b"1\n2\n3")
+    reader.end()
+    async for line in reader.lines():
+        assert line == b"1\n"
+        break
+    assert [line async for line in reader.lines()] == [b"2\n", b"3"]
+    assert [line async for line in reader.lines()] == []
+    assert [chunk async for chunk in reader] == []
