@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import posixpath
+import socket
 import stat as modes
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator
 from datetime import UTC, datetime
@@ -23,6 +24,7 @@ from lowtide.trees.holes import copy_data
 
 _CHUNK = 1 << 20
 _PIPE_BYTES = 1 << 20
+_UNDONE_SECONDS = 5.0
 _MOST_LISTED, _MOST_LISTED_BYTES = 100_000, 32 << 20  # what list_dir takes into memory
 
 _CLASSES: dict[int, type[errors.SandboxFileError]] = {
@@ -129,6 +131,13 @@ async def _replacing(inside: Caller, path: str, mode: int | None) -> AsyncIterat
         _, fds = await answer(reply, path, inside.sandbox_id)
         try:
             yield fds[0]
+        except BaseException:
+            # What was begun is gone when the error is heard of, and not a moment later.
+            with contextlib.suppress(OSError, TimeoutError):
+                reply.socket.shutdown(socket.SHUT_WR)
+                async with asyncio.timeout(_UNDONE_SECONDS):
+                    await reply.next()
+            raise
         finally:
             os.close(fds[0])
         reply.socket.send(b"C")
