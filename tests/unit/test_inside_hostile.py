@@ -356,3 +356,50 @@ async def _listed(records: bytes) -> None:
         await files.list_dir(client, "/x")
     finally:
         client.close()
+
+
+async def test_a_program_that_talks_without_an_end_keeps_nobody_waiting() -> None:
+    heard = turns = 0
+
+    async def somebody_else() -> None:
+        nonlocal turns
+        while heard < 500:
+            turns += 1
+            await asyncio.sleep(0)
+
+    class Endless(_Liar):
+        async def receive(self) -> bytes:
+            nonlocal heard
+            heard += 1
+            return await super().receive() or (_packet(b"") if heard < 500 else b"")
+
+    async def opener(first: bytes) -> _Liar:
+        return Endless([_welcome() + _packet(frames.frame(frames.STARTED, 1))])
+
+    client = Client(opener, key=b"k" * 16, provider="test", sandbox_id="x", bound_seconds=0.02)
+    try:
+        process = await client.start(ProcessSpec(argv=("true",)))
+        await somebody_else()
+        assert turns > 400
+        await process.aclose()
+    finally:
+        client.close()
+
+
+async def test_a_program_that_says_more_than_it_was_given_credit_for() -> None:
+    said, at = [_welcome() + _packet(frames.frame(frames.STARTED, 1))], 9
+    for _ in range(2 * frames.MOST_UNREAD // frames.PIECE):
+        stream = frames.frame(frames.STDOUT, 1, bytes(frames.PIECE - 9))
+        said.append(_packet(stream, offset=at))
+        at += len(stream)
+
+    async def opener(first: bytes) -> _Liar:
+        return _Liar(said)
+
+    client = Client(opener, key=b"k" * 16, provider="test", sandbox_id="x", bound_seconds=0.02)
+    try:
+        process = await client.start(ProcessSpec(argv=("true",)))
+        with pytest.raises(LowtideError, match="more output than was asked for"):
+            await process.wait()
+    finally:
+        client.close()

@@ -18,6 +18,7 @@ START_HEAD = struct.Struct("<BHHHH")
 
 INPUT_WINDOW = 256 * 1024  # of standard input on its way to one command
 PIECE = 32 * 1024
+MOST_UNREAD = 8 * 1024 * 1024  # of one command's output: far more than the other side has credit for
 REPAY = 256 * 1024  # of output read before the other side hears of it
 LONGEST = 3 * 1024 * 1024  # of one frame
 COMMANDS = 1000  # at once; inside.c has room for a few more

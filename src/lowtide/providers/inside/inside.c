@@ -313,7 +313,10 @@ static char look(int pid, int *parent)
 	while (close > 0 && line[close] != ')') close--;
 	if (close == 0 || close + 4 >= n) return 0;
 	*parent = number(line + close + 4);
-	return line[close + 2];
+	const char *threads = line + close + 2;
+	for (int i = 0; i < 17 && *threads; threads++) i += *threads == ' ';
+	/* One whose first thread has left is shown as a zombie while its others run on. */
+	return line[close + 2] == 'Z' && number(threads) > 1 ? 'R' : line[close + 2];
 }
 
 static int list_processes(void)

@@ -245,6 +245,8 @@ class Link:
                 self._lines(buffer)
             else:
                 self._binary(buffer)
+            # A channel that always has more to say (hostile code writes to gVisor's) must not keep everybody else waiting.
+            await asyncio.sleep(0)
 
     def _lines(self, buffer: bytearray) -> None:
         *lines, rest = bytes(buffer).split(b"\n")

@@ -8,7 +8,13 @@ import signal
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
-from lowtide.errors import LowtideError, ResourceExhaustedError, SandboxError, ValidationError
+from lowtide.errors import (
+    LowtideError,
+    ResourceExhaustedError,
+    SandboxError,
+    SandboxUnavailableError,
+    ValidationError,
+)
 from lowtide.providers.base import STDERR, ProcessSpec, TerminalSize
 from lowtide.providers.inside import frames
 from lowtide.providers.inside.output import Output
@@ -138,8 +144,14 @@ class InsideProcess:
 
     def take(self, kind: int, data: bytes) -> None:
         if kind in (frames.STDOUT, frames.STDERR):
-            if self._deaf:
+            if self._deaf or not data:
                 return
+            if self._output.waiting > frames.MOST_UNREAD:
+                raise SandboxUnavailableError(
+                    "what answers in the sandbox is not lowtide's program: more output than was asked for",
+                    retryable=False,
+                    **self._context,
+                )
             self._output.put(STDERR if kind == frames.STDERR else 1, data)
         elif kind == frames.EXITED:
             self._end_input()

@@ -167,6 +167,7 @@ class ExecChannel:
                 data = chunk[1]
             else:
                 self.said = (self.said + chunk[1])[-_ERROR_BYTES:]
+                await asyncio.sleep(0)  # it may be hostile code's, without an end
         return data
 
     def close(self) -> None:
