@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
+import subprocess
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +16,7 @@ from lowtide import Sandbox
 from lowtide.errors import SandboxUnavailableError
 from lowtide.machine import home
 from lowtide.providers.local import destroy
-from lowtide.providers.local.sandbox_directory import SandboxDirectory
+from lowtide.providers.local.sandbox_directory import ProcessMark, SandboxDirectory
 
 
 @contextlib.contextmanager
@@ -59,3 +62,28 @@ def test_short_of_descriptors_no_process_looks_dead() -> None:
             for look in (outer.alive, outer.open, directory.processes):
                 with pytest.raises(SandboxUnavailableError):
                     look()
+
+
+def test_a_number_that_is_another_process_by_now_is_not_signalled() -> None:
+    with (
+        Sandbox.run("sleep", "1000", provider="local") as sandbox,
+        subprocess.Popen(["sleep", "1000"]) as other,
+    ):
+        _, inner = SandboxDirectory(home() / "local" / "sandboxes" / str(sandbox.sandbox_id)).processes()
+        assert inner is not None
+        own = [pid for pid in destroy.members(inner.pid) if pid != inner.pid]
+        assert len(own) == 1
+        destroy.send(inner, [other.pid, *own], signal.SIGSTOP)
+        while destroy.state(own[0]) != "T":
+            time.sleep(0.01)
+        assert destroy.state(other.pid) == "S"
+        other.kill()
+
+
+def test_this_machine_is_never_taken_for_a_sandbox() -> None:
+    me = ProcessMark(os.getpid(), destroy.start_time(os.getpid()) or 0)
+    with subprocess.Popen(["sleep", "1000"]) as other:
+        assert destroy.members(me.pid) == []
+        destroy.send(me, [other.pid], signal.SIGTERM)
+        other.kill()
+        assert other.wait() == -signal.SIGKILL

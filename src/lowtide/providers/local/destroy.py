@@ -311,12 +311,8 @@ def _ask_to_end(inner: ProcessMark, grace_seconds: float, *, only_main: bool) ->
             waiting = [pid for pid in members(inner.pid) if pid != inner.pid]
         if not waiting or time.monotonic() >= deadline:
             return
-        for pid in waiting:
-            if pid not in told:
-                told.add(pid)
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGTERM)
-                    os.kill(pid, signal.SIGCONT)
+        send(inner, [pid for pid in waiting if pid not in told], signal.SIGTERM, signal.SIGCONT)
+        told.update(waiting)
         time.sleep(0.005)
 
 
@@ -329,11 +325,36 @@ def _idle(inner: int) -> bool:
     return {name for name in names if name.isdigit()} == {"1"}
 
 
+def send(inner: ProcessMark, pids: Sequence[int], *numbers: int) -> None:
+    """To those that still are the sandbox's: a number may be another's by now, and that other one this machine's."""
+    namespace = _namespace(inner.pid) if inner.alive() else None
+    if namespace is None:
+        return
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            pidfd = os.pidfd_open(pid)
+            try:
+                # A program that may not be read shows its namespaces to nobody, and its parent to all.
+                if _namespace(pid) == namespace or ProcessMark.child_of(inner, pid) is not None:
+                    for number in numbers:
+                        signal.pidfd_send_signal(pidfd, number)
+            finally:
+                os.close(pidfd)
+
+
+def _namespace(pid: int) -> int | None:
+    """A process namespace by its number. None: it is gone, or is our own, which is no sandbox's."""
+    try:
+        number = os.stat(f"/proc/{pid}/ns/pid").st_ino
+        return number if number != os.stat("/proc/self/ns/pid").st_ino else None
+    except OSError:
+        return None
+
+
 def members(inner: int) -> list[int]:
     """The live processes of the same process namespace."""
-    try:
-        namespace = os.stat(f"/proc/{inner}/ns/pid").st_ino
-    except OSError:
+    namespace = _namespace(inner)
+    if namespace is None:
         return []
     found = []
     for name in os.listdir("/proc"):

@@ -68,7 +68,6 @@ class Entrance:
     def __init__(self, prerequisites: Prerequisites, directory_of: Callable[[str], SandboxDirectory]) -> None:
         self._prerequisites, self._directory_of = prerequisites, directory_of
         self._known: dict[str, Known] = {}
-        self._null = -1
 
     def add(self, sandbox_id: str, known: Known) -> None:
         self._known[sandbox_id] = known
@@ -147,9 +146,8 @@ class Entrance:
                     theirs.append(stdin_r)
                     ours.append(stdin)
                 else:
-                    if self._null < 0:
-                        self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-                    theirs.append(self._null)
+                    # One of its own: what is set on a shared one (flags, its owner) another sandbox could read.
+                    theirs.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
                 for stream in (STDOUT, STDERR):
                     here, there = self._pipe(write_here=False)
                     streams[here] = stream
@@ -191,8 +189,7 @@ class Entrance:
         finally:
             os.close(pidfd)
             for fd in theirs:
-                if fd != self._null:
-                    os.close(fd)
+                os.close(fd)
         process = LocalProcess(
             client=client,
             starter=starter,
@@ -249,9 +246,6 @@ class Entrance:
     def close(self) -> None:
         for known in self._known.values():
             _dismiss(known)
-        if self._null >= 0:
-            os.close(self._null)
-            self._null = -1
 
 
 def _flags(network: bool) -> int:

@@ -8,7 +8,7 @@ import signal
 import time
 
 from lowtide.errors import SandboxUnavailableError
-from lowtide.providers.local.destroy import members, state
+from lowtide.providers.local.destroy import members, send, state
 from lowtide.providers.local.sandbox_directory import ProcessMark, SandboxDirectory
 
 _PATIENCE_SECONDS = 10.0
@@ -32,13 +32,13 @@ def pause(directory: SandboxDirectory, inner: ProcessMark) -> None:
             raise SandboxUnavailableError(
                 "its processes do not stop", provider="local", sandbox_id=directory.sandbox_id, retryable=True
             )
-        _send(running, signal.SIGSTOP)
+        send(inner, running, signal.SIGSTOP)
         time.sleep(0.002)
 
 
 def resume(directory: SandboxDirectory, inner: ProcessMark) -> None:
     directory.set_paused(False)
-    _send(_own(inner), signal.SIGCONT)
+    send(inner, _own(inner), signal.SIGCONT)
 
 
 def paused(sandbox_id: str) -> SandboxUnavailableError:
@@ -63,9 +63,3 @@ def _state(pid: int) -> str:
             if other not in _STOPPED:
                 return other
     return own
-
-
-def _send(pids: list[int], number: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
