@@ -13,7 +13,7 @@ from lowtide.errors import ValidationError
 from lowtide.providers.images import documents
 from lowtide.providers.images.bounds import Budget
 from lowtide.providers.images.unpack import unpack_layer
-from lowtide.trees.passable import make_passable
+from lowtide.trees.passable import close_to_others, make_passable
 from lowtide.trees.remove import remove_tree
 
 
@@ -69,6 +69,7 @@ class LayerStore:
     def _locked(self, how: int) -> Iterator[None]:
         for path in (self.directory.parent.parent, self.directory.parent, self.directory):
             make_passable(path)
+        close_to_others(self.directory.parent, self._owner)
         fd = os.open(self.directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, how)

@@ -29,7 +29,7 @@ from lowtide.providers.local.base_layers import BaseLayers
 from lowtide.providers.local.bound import Bound
 from lowtide.providers.local.snapshots import SnapshotStore
 from lowtide.providers.local.spawner_client import SpawnerClient
-from lowtide.trees.passable import make_passable
+from lowtide.trees.passable import close_to_others, make_passable
 
 # As root, sandboxes run as this range of ids and never as the machine's root: what belongs to root
 # (/proc/sys among it) is then not theirs, whatever namespace they are in.
@@ -117,8 +117,8 @@ class Prerequisites:
     def _prepare(self) -> None:
         self.home.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in (self.home, self.home / "sandboxes", self.home / "base"):
-            # Passable for the sandboxes' range of ids; the state directory above is closed to everybody else.
             make_passable(path)
+        close_to_others(self.home, self.owner)
         (self.home / "trash").mkdir(mode=0o700, exist_ok=True)  # an end must need no room on the disk
         self._skeleton = skeleton.skeleton(self.home / "base", self.owner)
         self._masks = python_trees.Masks(self.home / "base" / "masks", self.owner)
