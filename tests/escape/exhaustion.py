@@ -66,7 +66,8 @@ def sparse_file(target: Target) -> str | None:
 
 @attempt("fill the owner's disk with the holes of a file")
 def holes(target: Target) -> str | None:
-    target.box.exec(["truncate", "-s", "1T", "/root/huge"], check=True).result()
+    size = "1T" if target.provider == "local" else "512M"  # through a channel holes travel as zeros
+    target.box.exec(["truncate", "-s", size, "/root/huge"], check=True).result()
     place = target.directory() / "huge"
     target.box.download("/root/huge", place).result()
     blocks = place.stat().st_blocks
@@ -83,7 +84,12 @@ for _ in range(1500):
     os.chdir("d")
 """)
     place = target.directory() / "deep"
-    target.box.download("/root/deep", place).result()
-    remove_tree(place)
-    target.box.remove("/root/deep", recursive=True).result()
+    try:
+        target.box.download("/root/deep", place).result()
+        target.box.remove("/root/deep", recursive=True).result()
+    except SandboxFileError:
+        if target.provider == "local":  # elsewhere the program inside says that it is too deep
+            raise
+    finally:
+        remove_tree(place)
     return None

@@ -6,7 +6,10 @@ import os
 import secrets
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+from benchmarks import state
 
 from lowtide.machine import home
 from tests.escape.attempt import LeftOut, Target, attempt
@@ -140,3 +143,51 @@ def terminal(target: Target) -> str | None:
     return (
         target.python("print('opened' if tried(os.open, '/dev/tty', os.O_RDWR) is not None else '')") or None
     )
+
+
+@attempt("tell another sandbox something through a descriptor that both were given")
+def shared_descriptors(target: Target) -> str | None:
+    """Flags, signal and owner are of the open file, and whoever else has the same one sees them."""
+    say = "import fcntl\nfor fd in (0, 1, 2): tried(fcntl.fcntl, fd, 10, 42 + fd)"  # F_SETSIG
+    hear = "import fcntl\nfor fd in (0, 1, 2): print(tried(fcntl.fcntl, fd, 11))"  # F_GETSIG
+    with target.make() as other:
+        for _ in range(3):  # the first command is started in another way than later ones
+            target.python(say)
+            heard = target.python(hear, box=other).split()
+            if not set(heard) <= {"0", "None"}:
+                return f"it heard {heard}"
+    return None
+
+
+@attempt(
+    "become the sandbox's user on this machine: a set-user-ID program in a snapshot, for whoever knows its path"
+)
+def set_user_id_in_a_snapshot(target: Target) -> str | None:
+    """The state directory is one that was there before, and open. It does not close what is above the snapshot."""
+    place = Path(tempfile.mkdtemp(prefix="escape-", dir="/tmp"))
+    place.chmod(0o755)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _SNAPSHOT_OWNER],
+            env={**os.environ, "LOWTIDE_HOME": str(place)},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        )
+        program = Path(done.stdout.strip())
+        assert program.stat().st_mode & 0o4000
+        on_the_way = [path for path in program.parents if path.is_relative_to(place)]
+        closed = any(not path.stat().st_mode & 0o001 for path in on_the_way)
+        return None if closed else f"anybody can run {program}"
+    finally:
+        state.end(place)
+
+
+_SNAPSHOT_OWNER = """
+from lowtide import Sandbox
+from lowtide.machine import home
+with Sandbox.run(provider="local") as box:
+    box.exec(["sh", "-c", "cp /bin/sh /opt/sh; chmod 4755 /opt/sh"], check=True).result(60)
+    print(home() / "local" / "snapshots" / box.snapshot().result(60) / "root/opt/sh")
+"""
