@@ -21,18 +21,12 @@ from lowtide.providers.local.sandbox_directory import ProcessMark, SandboxDirect
 
 @contextlib.contextmanager
 def no_descriptor_left() -> Iterator[None]:
-    """This process can open nothing more."""
+    """This process can open nothing more, whatever its other threads close meanwhile."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 4096), hard))
-    taken = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:
-        with contextlib.suppress(OSError):
-            while True:
-                taken.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
         yield
     finally:
-        for fd in taken:
-            os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
