@@ -68,3 +68,12 @@ async def test_a_machine_that_had_no_process_to_spare_is_asked_again_while_sandb
     await life.end(provider, lease.lease_id)
     assert link._linking is not None
     link._linking.cancel()
+
+
+async def test_a_home_that_its_program_has_deleted_is_no_reason_for_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    link = GuardianLink(tmp_path / "deleted")
+    link.wanted(registry.provider("faulty", directory=str(tmp_path / "service")))
+    assert link._linking is None
+    assert not caplog.records

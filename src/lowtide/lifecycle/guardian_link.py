@@ -210,6 +210,10 @@ class GuardianLink:
                 self._launched = launch(self.path)
             except (MissingDependencyError, OSError, NotImplementedError, ValueError) as error:
                 self._again_at = asyncio.get_running_loop().time() + AGAIN_SECONDS
+                if (
+                    not self.path.is_dir()
+                ):  # a temporary home that its program has deleted: nobody is to be warned
+                    return False
                 self._say_once(
                     f"no guardian can be started: {error}. What a crash of this process leaves is ended by the next "
                     "lowtide process that can start one, by `lowtide sweep`, or by its provider's lifetime"
