@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import (
@@ -45,7 +46,7 @@ class CodeRunner:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._said = b""
-        self._giving_up: set[asyncio.Task[None]] = set()
+        self._saying: set[asyncio.Task[None]] = set()
 
     async def run(
         self, code: str, *, language: str, context: str | None, timeout_seconds: float | None
@@ -91,17 +92,16 @@ class CodeRunner:
             number = next(self._numbers)
             answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
             self._waiting[number] = answer
-            with contextlib.suppress(BrokenPipeError):  # it has ended: the answer says so
-                await handle.write_stdin(json.dumps({"id": number, **request}).encode() + b"\n")
+            line = json.dumps({"id": number, **request}).encode() + b"\n"
+            saying = self._begin(self._say(handle, line))
         limit: float | None = request["timeout"]
         try:
             async with asyncio.timeout(None if limit is None else limit + _LATE_SECONDS) as over:
+                await asyncio.shield(saying)  # half a line would spoil the next one, too
                 return await answer
         except asyncio.CancelledError:
             # Else it goes on, and the next code of its context waits for it. Not waited for: a cancellation is quick.
-            task = asyncio.get_running_loop().create_task(self._give_up(handle, number))
-            self._giving_up.add(task)
-            task.add_done_callback(self._giving_up.discard)
+            self._begin(self._say(handle, json.dumps({"given_up": number}).encode() + b"\n"))
             raise
         except TimeoutError as error:
             if not over.expired():
@@ -116,10 +116,21 @@ class CodeRunner:
         finally:
             self._waiting.pop(number, None)
 
-    async def _give_up(self, handle: ProcessHandle, number: int) -> None:
-        async with self._starting:  # one line at a time
-            with contextlib.suppress(LowtideError, OSError):
-                await handle.write_stdin(json.dumps({"given_up": number}).encode() + b"\n")
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._saying.add(task)
+        task.add_done_callback(self._said_it)
+        return task
+
+    def _said_it(self, task: asyncio.Task[None]) -> None:
+        self._saying.discard(task)
+        if not task.cancelled():
+            task.exception()  # raised to whoever still waits, and of no interest to others
+
+    async def _say(self, handle: ProcessHandle, line: bytes) -> None:
+        async with self._starting:  # one line at a time, in the order in which they were begun
+            with contextlib.suppress(BrokenPipeError):  # it has ended: the answer says so
+                await handle.write_stdin(line)
 
     async def _start(self) -> None:
         from lowtide.actionserver.bundle import bundle

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 
 from lowtide import errors
 from lowtide.providers.hosted.service import Service, let_go
-from lowtide.providers.inside import Client, files
+from lowtide.providers.inside import Client, Clients, files
 from lowtide.providers.inside.calls import Calls
 
 IDLE_SECONDS = 120.0
@@ -19,6 +19,8 @@ IDLE_SECONDS = 120.0
 SMALL_BYTES = 256 << 10
 """Up to here one round trip to the program inside does it; what is under way there is never more."""
 _REMOVE_SECONDS = 10.0
+_LATE_SECONDS = (0.5, 2.0, 8.0)
+_LATE: set[asyncio.Future[None]] = set()
 
 
 class BulkFiles(Calls):
@@ -77,6 +79,9 @@ class BulkFiles(Calls):
         except BaseException:
             # Before anybody hears of the end, so that nothing of it is left by then.
             await asyncio.shield(asyncio.ensure_future(_removed(client, aside)))
+            late = asyncio.ensure_future(_removed_late(self.clients, sandbox_id, aside))
+            _LATE.add(late)
+            late.add_done_callback(_LATE.discard)
             raise
         return source.bytes
 
@@ -105,6 +110,20 @@ async def _removed(client: Callable[[], Awaitable[Client]], path: str) -> None:
     with contextlib.suppress(Exception):  # the sandbox may be gone, which is why the transfer failed
         async with asyncio.timeout(_REMOVE_SECONDS):
             await files.remove(await client(), path, recursive=False)
+
+
+async def _removed_late(clients: Clients, sandbox_id: str, path: str) -> None:
+    """Once more: a request that was given up may reach the service only then, and it makes the file anew."""
+    for seconds in _LATE_SECONDS:
+        await asyncio.sleep(seconds)
+        client = clients.known(sandbox_id)
+        if client is None:
+            return
+
+        async def here(found: Client = client) -> Client:
+            return found
+
+        await _removed(here, path)
 
 
 class Counted:

@@ -2230,7 +2230,7 @@ static __attribute__((noreturn)) void init(int argc, char **argv)
 	deadline = seconds ? now_ms() + seconds * 1000 : cap;
 	if (cap && deadline > cap) deadline = cap;
 	int listener = listen_as(own_name());
-	if (listener < 0) { say(2, "lowtide: the program inside cannot listen: its name is taken\n"); leave(126); }
+	if (listener < 0 && K(getpid) == 1) { say(2, "lowtide: the program inside cannot listen: its name is taken\n"); leave(126); }
 	if (count) {
 		u8 *p = request + 11;
 		memcpy(request + 5, &count, 2);
