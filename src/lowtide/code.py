@@ -32,6 +32,7 @@ _SAID_BYTES = 2000
 # Both are held to inside the sandbox, too; but code that runs there can stop, or speak for, what holds to them.
 _ANSWER_BYTES = 256 << 20
 _LATE_SECONDS = 30.0
+_TICKS = 5  # of the event loop: a cancellation from another thread takes three to arrive
 """How much later than its time limit the answer that it is over may come."""
 
 
@@ -47,6 +48,7 @@ class CodeRunner:
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._said = b""
         self._saying: set[asyncio.Task[None]] = set()
+        self._given_up: list[int] = []
 
     async def run(
         self, code: str, *, language: str, context: str | None, timeout_seconds: float | None
@@ -101,7 +103,8 @@ class CodeRunner:
                 return await answer
         except asyncio.CancelledError:
             # Else it goes on, and the next code of its context waits for it. Not waited for: a cancellation is quick.
-            self._begin(self._say(handle, json.dumps({"given_up": number}).encode() + b"\n"))
+            self._given_up.append(number)
+            self._begin(self._give_up(handle))
             raise
         except TimeoutError as error:
             if not over.expired():
@@ -126,6 +129,14 @@ class CodeRunner:
         self._saying.discard(task)
         if not task.cancelled():
             task.exception()  # raised to whoever still waits, and of no interest to others
+
+    async def _give_up(self, handle: ProcessHandle) -> None:
+        """All that were cancelled in the same moment, the last begun first: none comes to its turn by another's end."""
+        for _ in range(_TICKS):
+            await asyncio.sleep(0)
+        numbers, self._given_up = sorted(self._given_up, reverse=True), []
+        if numbers:
+            await self._say(handle, json.dumps({"given_up": numbers}).encode() + b"\n")
 
     async def _say(self, handle: ProcessHandle, line: bytes) -> None:
         async with self._starting:  # one line at a time, in the order in which they were begun

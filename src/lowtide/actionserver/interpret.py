@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def main() -> int:
     """``{"id", "code", "language", "context", "timeout"}`` in, ``{"id", "result"}`` or ``{"id", "missing"}`` out.
 
-    ``{"given_up": id}`` interrupts that code, or takes it out of the queue.
+    ``{"given_up": [id, …]}`` interrupts that code, or takes it out of the queue.
     """
     directory = tempfile.mkdtemp(prefix=".lowtide-code-")
     interpreters = Interpreters(directory, dict(os.environ))
@@ -55,8 +55,9 @@ def main() -> int:
         request = json.loads(line)
         with lock:
             if "given_up" in request:
-                if request["given_up"] in wanted:
-                    os.close(wanted.pop(request["given_up"]))
+                for number in request["given_up"]:
+                    if number in wanted:
+                        os.close(wanted.pop(number))
                 continue
             given_up, wanted[request["id"]] = os.pipe()
         threading.Thread(target=answer, args=(request, given_up), daemon=True).start()
