@@ -32,8 +32,8 @@ _SAID_BYTES = 2000
 # Both are held to inside the sandbox, too; but code that runs there can stop, or speak for, what holds to them.
 _ANSWER_BYTES = 256 << 20
 _LATE_SECONDS = 30.0
-_TICKS = 5  # of the event loop: a cancellation from another thread takes three to arrive
 """How much later than its time limit the answer that it is over may come."""
+_TICKS = 5  # of the event loop: a cancellation from another thread takes three to arrive
 
 
 class CodeRunner:
