@@ -219,22 +219,19 @@ class HeldSandbox:
 
     def left_to_parent(self) -> EndReport:
         """What a forked child's end of its parent's sandbox comes to: nothing. Needs no loop and no lock."""
-        return EndReport(
-            outcome=Outcome.LEFT,
-            sandbox_id=self.sandbox_id,
-            provider=self.provider_name,
-            seconds=0.0,
-            why="it belongs to the process that this one was forked from",
-        )
+        return self._left("it belongs to the process that this one was forked from")
 
     def left_to_exit(self) -> EndReport:
         """What an end comes to that is asked for at the interpreter's very end, when no thread runs any more."""
+        return self._left("this Python has ended: its exit hook has ended the sandbox, or the guardian does")
+
+    def _left(self, why: str) -> EndReport:
         return EndReport(
             outcome=Outcome.LEFT,
             sandbox_id=self.sandbox_id,
             provider=self.provider_name,
             seconds=0.0,
-            why="this Python has ended: its exit hook has ended the sandbox, or the guardian does",
+            why=why,
         )
 
     async def adopt(self, *, session: str, take: bool) -> None:

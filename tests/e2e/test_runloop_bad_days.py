@@ -312,3 +312,15 @@ def test_the_key_is_on_no_command_line_and_nothing_of_ours_stays_after_a_close(
             assert time.monotonic() < deadline
             time.sleep(0.5)
     assert run(provider.destroy(made.sandbox_id)) is True
+
+
+def test_a_command_under_way_hears_of_a_pause_and_the_next_one_runs(emulator: Any) -> None:
+    with Sandbox.run(provider="runloop") as box:
+        running = box.exec(["sh", "-c", "echo begun; sleep 600"])
+        assert next(iter(running.stdout)) == "begun\n"
+        box.pause().result(SECONDS)
+        with pytest.raises(SandboxUnavailableError, match="paused") as caught:
+            running.result(SECONDS)
+        assert not caught.value.retryable
+        box.resume().result(SECONDS)
+        assert box.exec(["echo", "again"]).result(SECONDS).stdout == "again\n"

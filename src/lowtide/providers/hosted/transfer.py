@@ -116,14 +116,9 @@ async def _removed_late(clients: Clients, sandbox_id: str, path: str) -> None:
     """Once more: a request that was given up may reach the service only then, and it makes the file anew."""
     for seconds in _LATE_SECONDS:
         await asyncio.sleep(seconds)
-        client = clients.known(sandbox_id)
-        if client is None:
+        if clients.known(sandbox_id) is None:  # nobody is to be woken up for it
             return
-
-        async def here(found: Client = client) -> Client:
-            return found
-
-        await _removed(here, path)
+        await _removed(functools.partial(clients.get, sandbox_id), path)
 
 
 class Counted:
