@@ -138,7 +138,8 @@ _FIRST = """
 umask 022
 rm -f "$3" "$4"
 mkdir -p /usr/local/bin
-printf %s "$1" > /usr/local/bin/sudo && chmod 755 /usr/local/bin/sudo
+printf %s "$1" > /usr/local/bin/sudo.new && chmod 755 /usr/local/bin/sudo.new
+mv -f /usr/local/bin/sudo.new /usr/local/bin/sudo
 command -v python > /dev/null || ln -s "$5" /usr/local/bin/python
 command -v python3 > /dev/null || ln -s "$5" /usr/local/bin/python3
 chmod 755 /root
@@ -146,6 +147,9 @@ mkfifo -m 622 "$3"
 while ! read -r woken < "$3"; do :; done
 exec "$5" -I -S -c "$2"
 """
+
+# A sandbox takes commands before its first process has put everything in place; the FIFO is what it makes last.
+UNTIL_SETTLED = f"n=0; while [ ! -p {WAKE} ] && [ $n -lt 500 ]; do n=$((n+1)); sleep 0.01; done"
 
 
 def first_process() -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.emulators.agent.client import Agent, AgentError
 from lowtide.emulators.backing import allowed
 from lowtide.emulators.daytona.answers import Refused
-from lowtide.emulators.guest import first_process, users_are_real
+from lowtide.emulators.guest import UNTIL_SETTLED, first_process, users_are_real
 from lowtide.errors import LowtideError
 from lowtide.providers.base import ProcessHandle, TerminalSize
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 HOMES = {"daytona": "/home/daytona", "root": "/root"}
 ACCOUNTS = {"daytona": "1000:1000", "root": "0:0"}
 
-USERS = """
+USERS = f"""{UNTIL_SETTLED}
 umask 022
 chmod 1777 /home
 printf '%s\\n' root:x:0:0:root:/root:/bin/bash nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin \

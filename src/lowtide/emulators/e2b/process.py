@@ -17,7 +17,7 @@ from lowtide.emulators.e2b.guest_process import SIGNALS, GuestProcess
 from lowtide.emulators.e2b.model import Sandbox, UnknownUser
 from lowtide.emulators.faults import FaultName
 from lowtide.emulators.fields import FLAG, LIST_OF_TEXT, OBJECT, TEXT, TEXTS, check_fields, whole
-from lowtide.emulators.guest import WAKE
+from lowtide.emulators.guest import UNTIL_SETTLED
 from lowtide.emulators.request_check import Malformed
 from lowtide.emulators.web import drop
 from lowtide.errors import LowtideError
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # The seam does not say which pid a command has inside; a shell that becomes the command does.
 _WITH_PID = 'echo "$$"; exec "$@"'
-_WHEN_SETTLED = f"n=0; while [ ! -p {WAKE} ] && [ $n -lt 500 ]; do n=$((n+1)); sleep 0.01; done; {_WITH_PID}"
+_WHEN_SETTLED = f"{UNTIL_SETTLED}; {_WITH_PID}"
 _REMEMBERED = 1000
 
 

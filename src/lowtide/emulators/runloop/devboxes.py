@@ -13,7 +13,7 @@ from lowtide.emulators.fields import (
     TEXT,
     check_fields,
 )
-from lowtide.emulators.guest import first_process, users_are_real
+from lowtide.emulators.guest import UNTIL_SETTLED, first_process, users_are_real
 from lowtide.emulators.runloop.executions import Execution
 from lowtide.emulators.runloop.launch import launch_parameters, new_tunnel
 from lowtide.emulators.runloop.model import (
@@ -131,6 +131,7 @@ class Devboxes:
                 devbox.backing_id = await self.ground.backing.create(
                     snapshot=devbox.base, command=first_process(), allow=self._ways_out(devbox)
                 )
+                await self.ground.backing.run(devbox.backing_id, ("/bin/sh", "-c", UNTIL_SETTLED))
                 for path, text in devbox.file_mounts.items():
                     await self.write(devbox, path, text.encode())
                 for path, object_id in devbox.object_mounts.items():
