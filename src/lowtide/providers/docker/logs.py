@@ -1,6 +1,7 @@
 """What a container's main process prints, as the engine keeps it: the last ten megabytes.
 
-A last line that does not end is lost by the engine now and then, when the container ends with it.
+A last line that does not end is lost by the engine now and then, when the container ends with it. Podman stops
+to follow when it removes the log of a container that ended, so what was printed last may not come.
 """
 
 from __future__ import annotations

@@ -43,6 +43,8 @@ class ProviderUnderTest:
     """More create keywords for sandboxes that snapshots are taken of or that start from one."""
     snapshot_of: str = "/"
     """What a snapshot holds: all, or one directory. It has ``/opt`` in it."""
+    follows_logs_to_the_end: bool = True
+    """False where a sandbox that ends takes the last lines of its log with it."""
     without: frozenset[Capability] = frozenset()
     """What the provider declares and `keywords` take away: tested to be refused."""
 
