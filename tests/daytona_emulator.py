@@ -6,5 +6,5 @@ from functools import partial
 
 from tests import hosted_emulator
 
-needs_emulator = hosted_emulator.needed("daytona", "daytona", "aiohttp", "cryptography")
+needs_emulator = hosted_emulator.needed("daytona", "daytona", "aiohttp", "trustme")
 serving = partial(hosted_emulator.serving, "daytona")

@@ -6,5 +6,5 @@ from functools import partial
 
 from tests import hosted_emulator
 
-needs_emulator = hosted_emulator.needed("e2b", "e2b", "e2b_code_interpreter", "aiohttp", "cryptography")
+needs_emulator = hosted_emulator.needed("e2b", "e2b", "e2b_code_interpreter", "aiohttp", "trustme")
 serving = partial(hosted_emulator.serving, "e2b")

@@ -6,5 +6,5 @@ from functools import partial
 
 from tests import hosted_emulator
 
-needs_emulator = hosted_emulator.needed("modal", "modal", "aiohttp", "cryptography")
+needs_emulator = hosted_emulator.needed("modal", "modal", "aiohttp", "trustme")
 serving = partial(hosted_emulator.serving, "modal")

@@ -6,5 +6,5 @@ from functools import partial
 
 from tests import hosted_emulator
 
-needs_emulator = hosted_emulator.needed("runloop", "runloop_api_client", "aiohttp", "cryptography")
+needs_emulator = hosted_emulator.needed("runloop", "runloop_api_client", "aiohttp", "trustme")
 serving = partial(hosted_emulator.serving, "runloop")

@@ -18,7 +18,7 @@ from lowtide.emulators.handle import Handle
 from lowtide.testing import emulator
 
 pytest.importorskip("aiohttp")
-pytest.importorskip("cryptography")
+pytest.importorskip("trustme")
 
 
 @pytest.fixture(scope="session")

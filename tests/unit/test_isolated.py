@@ -35,7 +35,7 @@ def imported() -> set[str]:
     program = (
         "import importlib, json, sys\n"
         f"for name in {HELPERS!r}: importlib.import_module(name)\n"
-        "for name in ('e2b', 'daytona', 'aiohttp', 'cryptography'):\n"
+        "for name in ('e2b', 'daytona', 'aiohttp', 'trustme'):\n"
         "    try: importlib.import_module(name)\n"
         "    except ImportError: pass\n"
         "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"

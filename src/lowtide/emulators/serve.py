@@ -30,11 +30,11 @@ def serve(
     """
     try:
         import aiohttp
-        import cryptography
+        import trustme
     except ModuleNotFoundError as error:
         install = 'pip install "lowtide[emulators]"'
         raise MissingDependencyError(f"emulators need {error.name}: {install}", install=install) from error
-    del aiohttp, cryptography
+    del aiohttp, trustme
     return asyncio.run(_serve(settings, ready, tuple(command), until_stdin_closes))
 
 
