@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from lowtide.errors import LowtideError, UnsupportedError
+from lowtide.errors import UnsupportedError
 from lowtide.operation import Operation
 from lowtide.providers.optional import Logs
 from lowtide.stream import StreamReader
@@ -40,7 +40,7 @@ async def _read(life: HeldSandbox, reader: StreamReader[str], follow: bool, tail
             async for data in lines:
                 reader.put(data)
                 await reader.room()
-    except LowtideError as failure:
+    except Exception as failure:  # whatever it is: what was read is not all
         error = failure
     finally:
         reader.end(error)

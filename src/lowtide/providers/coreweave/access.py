@@ -36,9 +36,7 @@ class Access:
             raise hosted.needs_key("CoreWeave", PROVIDER, KEY)
         hosted.needs_sdk(PROVIDER, "CoreWeave", "cwsandbox")
         url = (found["base_url"] or DEFAULT_URL).rstrip("/")
-        parts = urlsplit(url)
-        more = parts.path or parts.query or parts.username or parts.password
-        if parts.scheme not in ("http", "https") or not parts.hostname or more:
+        if not _is_address(url):
             raise ValidationError(  # not quoted: it may have a password
                 f"{URL} is https://HOST or http://HOST:PORT, without a name, a path or anything else",
                 argument="base_url",
@@ -56,6 +54,15 @@ class Access:
 
     def inside_key(self, lease_id: str) -> bytes:
         return hosted.inside_key(self.api_key, lease_id)
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        more = parts.path or parts.query or parts.fragment or parts.username or parts.password
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not more
+    except ValueError:  # a port that is none, a bracket that is not closed
+        return False
 
 
 def messages() -> Any:

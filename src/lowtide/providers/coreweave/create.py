@@ -64,7 +64,7 @@ def request(spec: SandboxSpec, access: Access) -> Any:
         )
     except errors.LowtideError:
         raise
-    except (TypeError, ValueError, cwsandbox.CWSandboxError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError, cwsandbox.CWSandboxError) as error:
         raise errors.ValidationError(
             f"cwsandbox does not take these options: {error}", argument="provider_options", provider=PROVIDER
         ) from error
@@ -82,6 +82,11 @@ def tombstone(spec: SandboxSpec, access: Access) -> Any:
         max_lifetime_seconds=_TOMBSTONE_SECONDS,
     )
     return pb.CreateSandboxRequest(sandbox=pb.Sandbox(spec=made), request_id=request_id(spec))
+
+
+def lease_tags(spec: SandboxSpec) -> list[str]:
+    """Those that nothing else has but what is made for this lease."""
+    return tags_of({"lowtide-lease": spec.lease_id, "lowtide-ledger": spec.labels.ledger_id})
 
 
 def request_id(spec: SandboxSpec) -> str:

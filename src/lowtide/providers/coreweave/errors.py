@@ -30,6 +30,8 @@ FAULTS = (
         more={"feature": "what the message names", "alternative": "leave it out"},
     ),
     Fault(errors.RequestTimeoutError, _OF, 4, words="CoreWeave did not answer in time: {text}"),
+    # Of a create: the request id was taken, so something was made. It has to be looked for.
+    Fault(errors.SandboxUnavailableError, _OF, 6, words="CoreWeave has had this request before: {text}"),
     Fault(errors.SandboxUnavailableError, _OF, (1, 2, 10, 13, 14), words=_UNREACHED),
     Fault(errors.SandboxError, _OF),
     Fault(errors.RequestTimeoutError, "builtins.TimeoutError", words="CoreWeave did not answer in time"),

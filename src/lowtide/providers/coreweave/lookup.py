@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
 from lowtide.errors import SandboxNotFoundError
-from lowtide.providers.base import SandboxInfo, SandboxState
+from lowtide.providers.base import SandboxInfo, SandboxSpec, SandboxState
 from lowtide.providers.coreweave.access import messages
-from lowtide.providers.coreweave.create import labels_of
+from lowtide.providers.coreweave.create import labels_of, lease_tags
 from lowtide.providers.coreweave.errors import SERVICE
 from lowtide.providers.hosted import is_word
 from lowtide.providers.hosted.grpc_calls import Connections
@@ -38,17 +39,24 @@ def info(box: Any) -> SandboxInfo:
     reason = status.state_reason or None
     if state is SandboxState.FAILED and code == EXPIRED:
         reason = "expired"
-    created = status.create_time
+    created: datetime | None = None
+    if status.create_time.seconds:
+        with suppress(ValueError, OverflowError, OSError):  # no time at all
+            created = datetime.fromtimestamp(status.create_time.ToNanoseconds() / 1e9, UTC)
     return SandboxInfo(
         sandbox_id=box.sandbox_id,
         state=state,
         labels=labels_of(box.spec.tags),
-        created_at=datetime.fromtimestamp(created.seconds + created.nanos / 1e9, UTC)
-        if created.seconds
-        else None,
+        created_at=created,
         exit_code=code if state in (SandboxState.COMPLETED, SandboxState.FAILED) else None,
         reason=reason if state.terminal else None,
     )
+
+
+def of_lease(box: Any, spec: SandboxSpec) -> SandboxInfo | None:
+    """What a create call answered with; None for another's sandbox, which would be ended with this lease, or for none."""
+    ours = is_word(box.sandbox_id) and set(lease_tags(spec)) <= set(box.spec.tags)
+    return info(box) if ours else None
 
 
 async def message(connections: Connections, sandbox_id: str) -> Any:

@@ -103,13 +103,21 @@ class CoreWeaveProvider(hosted.Hosted):
 
         async def make(seconds: float) -> SandboxInfo:
             box = await connections.call("CreateSandbox", request, seconds)
+            made = lookup.of_lease(box, spec)
+            if made is None:  # then what was made is looked for
+                words = "CoreWeave answered with a sandbox that is not this lease's"
+                raise SandboxUnavailableError(words, provider=self.name)
             if box.endpoint_share_token:
-                self._share_tokens[box.sandbox_id] = box.endpoint_share_token
-            return lookup.info(box)
+                self._share_tokens[made.sandbox_id] = box.endpoint_share_token
+            return made
+
+        async def find() -> SandboxInfo | None:
+            # The share token comes with the answer to a create alone: there the same request is sent again.
+            return None if request.sandbox.spec.services else await self.find(spec)
 
         made = await hosted.recovered(
             make,
-            lambda: self.find(spec),
+            find,
             service=SERVICE,
             lease_id=spec.lease_id,
             seconds=_CREATE_SECONDS,
@@ -125,7 +133,7 @@ class CoreWeaveProvider(hosted.Hosted):
         return await self._find(spec, ended=False)
 
     async def _find(self, spec: SandboxSpec, *, ended: bool) -> SandboxInfo | None:
-        tags = create.tags_of({"lowtide-lease": spec.lease_id, "lowtide-ledger": spec.labels.ledger_id})
+        tags = create.lease_tags(spec)
         async for found in lookup.listed(await self.connections(), tags, ended=ended):
             return found
         return None
@@ -138,14 +146,13 @@ class CoreWeaveProvider(hosted.Hosted):
                 "CreateSandbox", create.tombstone(spec, self._access), _CREATE_SECONDS
             )
         except LowtideError as error:
-            if has_status(
-                error, ALREADY_EXISTS
-            ):  # the request was taken: what it made shows, sooner or later
+            if has_status(error, ALREADY_EXISTS):
+                # The request was taken: what it made shows, sooner or later.
                 return await self._find(spec, ended=True)
             if hosted.was_lost(error):
                 raise
             return None  # no room, or not allowed: then only time is proof
-        return lookup.info(box)
+        return lookup.of_lease(box, spec)
 
     # -- looking
 
@@ -224,12 +231,13 @@ class CoreWeaveProvider(hosted.Hosted):
     async def renew(self, sandbox_id: str, lifetime_seconds: float) -> datetime | None:
         """The program inside keeps the clock, as far as the fixed end allows."""
         info = await self.get(sandbox_id)
-        if info.state is not SandboxState.RUNNING:
-            if info.state is SandboxState.PENDING:
-                raise SandboxUnavailableError(
-                    "the sandbox does not run yet", provider=self.name, sandbox_id=sandbox_id
-                )
+        if info.state.terminal:
             raise SERVICE.missing(sandbox_id)
+        if (
+            info.state is not SandboxState.RUNNING
+        ):  # it is there all the same: nobody may think that it is gone
+            words = f"the sandbox does not run: it is {info.state.value}"
+            raise SandboxUnavailableError(words, provider=self.name, sandbox_id=sandbox_id)
         return await self.renew_inside(sandbox_id, lifetime_seconds)
 
     async def url(self, sandbox_id: str, port: int) -> Url:
@@ -243,7 +251,8 @@ class CoreWeaveProvider(hosted.Hosted):
 
     async def logs(self, sandbox_id: str, *, follow: bool, tail_lines: int | None) -> AsyncIterator[bytes]:
         asked = messages().StreamLogsRequest(sandbox_id=sandbox_id, follow=follow, tail_lines=tail_lines or 0)
-        async for entry in (await self.connections()).entries("StreamLogs", asked):
+        silence = None if follow else lookup.SECONDS
+        async for entry in (await self.connections()).entries("StreamLogs", asked, silence):
             if entry.HasField("error"):
                 raise SandboxUnavailableError(
                     f"the log broke off: {entry.error.message[:400]}",

@@ -8,12 +8,15 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+from lowtide.errors import SandboxUnavailableError
 from lowtide.providers.hosted import forked_grpc as forked
 from lowtide.providers.hosted.service import Service
 
-ALREADY_EXISTS, UNAVAILABLE = 6, 14
+ALREADY_EXISTS, INTERNAL, UNAVAILABLE = 6, 13, 14
 _DETAILS = "grpc-status-details-bin"
 _LARGEST_MESSAGE = 100 << 20
+_PAGES = 1000
+"""Of a list: one that has more has no end."""
 _STREAMS = 50
 """On one connection. Servers allow a hundred or so; a stream beyond that would wait until another one ends."""
 
@@ -46,6 +49,11 @@ def refusal(error: Any, domain: str) -> Refusal:
     return Refusal(text, status=int(error.code().value[0]), reason=reason[:100], retry_seconds=retry)
 
 
+def unreadable() -> Refusal:
+    """For an answer that is no message of this service: gRPC logs that, and answers None."""
+    return Refusal("the answer cannot be read", status=INTERNAL, reason="", retry_seconds=None)
+
+
 def reason_of(error: BaseException) -> str:
     """The service's own word for it, or ""."""
     return error.__cause__.reason if isinstance(error.__cause__, Refusal) else ""
@@ -69,13 +77,15 @@ class Connections:
 
     async def pages(self, method: str, request: Any, rows: str, seconds: float) -> AsyncIterator[Any]:
         """The rows of all pages of a list."""
-        while True:
+        for _ in range(_PAGES):
             page = await self.call(method, request, seconds)
             for row in getattr(page, rows):
                 yield row
             if page.next_page_token in ("", request.page_token):
                 return
             request.page_token = page.next_page_token
+        words = f"{method} of {self._service.name} has no end: {_PAGES} pages and more"
+        raise SandboxUnavailableError(words, retryable=False, provider=self._service.provider)
 
     async def call(self, method: str, request: Any, seconds: float, sandbox_id: str | None = None) -> Any:
         """One request and its answer. Raises lowtide's errors."""
@@ -85,9 +95,12 @@ class Connections:
             delays = [0.05, 0.2, 0.5] if method.startswith(("Get", "List")) else []
             while True:
                 try:
-                    return await getattr(self._requests, method)(
+                    answer = await getattr(self._requests, method)(
                         request, metadata=self._metadata, timeout=seconds
                     )
+                    if answer is None:
+                        raise unreadable()
+                    return answer
                 except forked.rpc_error() as error:
                     found = refusal(error, self._domain)
                     if not delays or found.status != UNAVAILABLE:
@@ -99,8 +112,11 @@ class Connections:
 
     def stream(self, method: str) -> Any:
         """A new stream, both ways."""
+        return self._begin(method, ())
+
+    def _begin(self, method: str, request: tuple[Any, ...]) -> Any:
         stub, streams = self._stream_stub()
-        call = getattr(stub, method)(metadata=self._metadata)
+        call = getattr(stub, method)(*request, metadata=self._metadata)
         streams.add(call)
         call.add_done_callback(streams.discard)
         return call
@@ -112,12 +128,18 @@ class Connections:
         self._streams.append((self._open(), set()))
         return self._streams[-1]
 
-    async def entries(self, method: str, request: Any) -> AsyncIterator[Any]:
-        """What an answer that is a stream says, on a connection for streams."""
-        call = getattr(self._stream_stub()[0], method)(request, metadata=self._metadata)
+    async def entries(self, method: str, request: Any, silence: float | None) -> AsyncIterator[Any]:
+        """What an answer that is a stream says, on a connection for streams. `silence`: the most between two entries."""
+        call = self._begin(method, (request,))
         with self._service.mapped(request.sandbox_id):
             try:
-                async for entry in call:
+                while True:
+                    async with asyncio.timeout(silence):
+                        entry = await call.read()
+                    if entry is forked.grpc().aio.EOF:
+                        return
+                    if entry is None:
+                        raise unreadable()
                     yield entry
             except forked.rpc_error() as error:
                 raise refusal(error, self._domain) from error
