@@ -12,6 +12,7 @@ import inspect
 import json
 import logging
 import secrets
+import symtable
 import textwrap
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -28,6 +29,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 log = logging.getLogger("lowtide")
+
+_LARGEST_RESULT = 64 << 20
+"""In bytes of JSON, which takes many times that in memory. It comes from a sandbox, and may be anything."""
 
 _RUNNER = """
 import importlib, json, sys
@@ -71,15 +75,20 @@ class RemoteFunction(Generic[P, R]):
         Raises ValidationError for arguments that are not JSON. What the function raises there is a
         SandboxExecutionError with its traceback in ``result.stderr``.
         """
-        _check_json("an argument", args)
-        _check_json("an argument", kwargs)
-        given = json.dumps({**self._parts.as_json(), "args": args, "kwargs": kwargs})
-        return Operation.start(self._run(self._session.sandbox(**self._options), given))
+        return self._start(self._given(args, kwargs))
 
     def map(self, items: Iterable[tuple[Any, ...]]) -> list[Operation[R]]:
-        """`remote` for each tuple of arguments, all at once."""
-        # mypy knows P only as a whole; each tuple is one call's positional arguments
-        return [self.remote(*item) for item in items]  # type: ignore[call-arg]
+        """`remote` for each tuple of arguments, all at once; none where one is refused."""
+        return [self._start(given) for given in [self._given(tuple(item), {}) for item in items]]
+
+    def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """All that the call needs there."""
+        _check_json("an argument", args)
+        _check_json("an argument", kwargs)
+        return json.dumps({**self._parts.as_json(), "args": args, "kwargs": kwargs})
+
+    def _start(self, given: str) -> Operation[R]:
+        return Operation.start(self._run(self._session.sandbox(**self._options), given))
 
     async def _run(self, sandbox: Sandbox, given: str) -> R:
         path = f"{self._temp_dir.rstrip('/')}/lowtide-result-{secrets.token_hex(8)}"
@@ -90,12 +99,12 @@ class RemoteFunction(Generic[P, R]):
                 check=True,
                 timeout_seconds=self._timeout_seconds,
             )
-            answer = await sandbox.read_file(path)
+            answer = await sandbox.read_file(path, max_bytes=_LARGEST_RESULT)
         finally:
             await self._end(sandbox)
         try:
             result: R = json.loads(answer)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SandboxError(f"{self.__name__}: what came back is not its result") from error
         return result
 
@@ -120,6 +129,8 @@ class _Parts:
         self.sources: dict[str, str] = {}
         self.values: dict[str, Any] = {}
         self.modules: dict[str, str] = {}
+        self._meant: dict[str, tuple[Any, str]] = {self.name: (function, self.name)}
+        """What each name stands for, and in which function: in the sandbox there is one scope for all."""
         self._add(self.name, function)
 
     def as_json(self) -> dict[str, Any]:
@@ -131,17 +142,22 @@ class _Parts:
         }
 
     def _add(self, name: str, function: Any) -> None:
-        tree = _definition(name, function)
-        self.sources[name] = ast.unparse(tree)
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        scope = {**function.__globals__, **{free: cell.cell_contents for free, cell in cells}}
-        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        for used_name in sorted(used & scope.keys() - self.sources.keys()):
-            self._use(used_name, scope[used_name], name)
+        source = self.sources[name] = ast.unparse(_definition(name, function))
+        scope = _scope(function)
+        for used in sorted(_names_from_outside(source) & scope.keys() - {name}):
+            self._use(used, scope[used], name)
 
     def _use(self, name: str, value: Any, by: str) -> None:
         if isinstance(value, RemoteFunction):
             value = value.function
+        known, of = self._meant.setdefault(name, (value, by))
+        if not _same(known, value):
+            raise ValidationError(
+                f"{name} is one thing in {of} and another in {by}, and both go to the same sandbox: rename one",
+                argument="function",
+            )
+        if name in self.sources:
+            return
         if isinstance(value, types.ModuleType):
             self.modules[name] = value.__name__
         elif isinstance(value, types.FunctionType) and value.__name__ == name:
@@ -149,6 +165,36 @@ class _Parts:
         elif getattr(builtins, name, None) is not value:
             _check_json(f"{name}, which {by} uses,", value)
             self.values[name] = value
+
+
+def _scope(function: Any) -> dict[str, Any]:
+    """What the names mean that are not the function's own."""
+    scope = dict(function.__globals__)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            scope[name] = cell.cell_contents
+        except ValueError:  # nothing yet: the function itself, or what is defined after it
+            scope.pop(name, None)
+    return scope
+
+
+def _names_from_outside(source: str) -> set[str]:
+    """Those that it reads and that are not its own: no parameter, nothing that it sets."""
+    whole = symtable.symtable(source, "<function>", "exec")
+    found = {one.get_name() for one in whole.get_symbols() if one.is_referenced()}  # defaults, decorators
+    tables = whole.get_children()
+    while tables:
+        table = tables.pop()
+        found |= {one.get_name() for one in table.get_symbols() if one.is_global() and one.is_referenced()}
+        tables += table.get_children()
+    return found
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, types.FunctionType) and isinstance(other, types.FunctionType):
+        # Not by identity: a notebook's cell that runs again defines it again.
+        return (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)
+    return one is other or (type(one) is type(other) and bool(one == other))
 
 
 def _definition(name: str, function: Any) -> ast.FunctionDef:
@@ -176,14 +222,25 @@ def _is_ours(node: ast.expr) -> bool:
 
 
 def _check_json(what: str, value: Any) -> None:
+    try:
+        _check_parts(what, value)
+        json.dumps(value)
+    except ValidationError:
+        raise
+    except (RecursionError, ValueError) as error:
+        why = "it holds itself, or is too deep" if isinstance(error, RecursionError) else error
+        raise ValidationError(f"{what} is not JSON: {why}", argument="arguments") from error
+
+
+def _check_parts(what: str, value: Any) -> None:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if not isinstance(key, str):
                 raise ValidationError(f"{what} has a key that is no string: {key!r}", argument="arguments")
-            _check_json(what, inner)
+            _check_parts(what, inner)
     elif isinstance(value, list | tuple):
         for inner in value:
-            _check_json(what, inner)
+            _check_parts(what, inner)
     elif value is not None and not isinstance(value, str | int | float | bool):
         raise ValidationError(
             f"{what} is not JSON but {type(value).__name__}: make it inside the function, or pass what it is made of",

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from lowtide import Sandbox, Session
-from lowtide.errors import SandboxExecutionError, SessionClosedError, ValidationError
+from lowtide.errors import SandboxError, SandboxExecutionError, SessionClosedError, ValidationError
 
 FACTOR = 3
+HANDLE = object()
 
 
 def tripled(value: int) -> int:
@@ -87,6 +88,63 @@ def test_what_cannot_go_there_is_refused_before_anything_is_made(session: Sessio
         @session.function()
         async def later() -> None: ...
 
+    assert session.sandbox_count == 0
+
+
+def test_its_own_names_are_not_those_of_its_module(session: Session) -> None:
+    @session.function()
+    def work(HANDLE: int, count: int = FACTOR) -> list[int]:
+        tripled = [FACTOR for FACTOR in range(count)]
+        return [HANDLE, *tripled]
+
+    assert work.remote(7).result(60) == [7, 0, 1, 2]
+
+
+def test_it_may_call_itself(session: Session) -> None:
+    @session.function()
+    def factorial(n: int) -> int:
+        return 1 if n < 2 else n * factorial(n - 1)  # type: ignore[operator]
+
+    assert factorial.remote(5).result(60) == 120
+
+
+def test_one_name_for_two_things_is_refused(session: Session) -> None:
+    FACTOR = 4
+
+    with pytest.raises(ValidationError, match="FACTOR is one thing in mixed and another in tripled"):
+
+        @session.function()
+        def mixed() -> list[int]:
+            return [FACTOR, tripled(1)]
+
+
+@pytest.mark.parametrize(
+    "answer", ["'[' * 200_000", "'1' * 10_000", "'nonsense'", "'[' + '[],' * 30_000_000 + '0]'"]
+)
+def test_a_hostile_answer_is_an_error_of_ours(session: Session, answer: str) -> None:
+    @session.function()
+    def hostile(answer: str) -> None:
+        import os
+        import sys
+
+        with open(sys.argv[1], "w") as out:
+            out.write(eval(answer))
+        os._exit(0)
+
+    with pytest.raises(SandboxError):
+        hostile.remote(answer).result(60)
+
+
+def test_an_argument_without_an_end_is_refused_and_none_of_many_runs(session: Session) -> None:
+    endless: list[object] = []
+    endless.append(endless)
+
+    @session.function()
+    def takes(x: object) -> None: ...
+
+    for argument in (endless, 10**5000):
+        with pytest.raises(ValidationError, match="an argument is not JSON"):
+            takes.map([(1,), (argument,)])
     assert session.sandbox_count == 0
 
 
