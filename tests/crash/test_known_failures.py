@@ -107,6 +107,13 @@ def test_a_close_that_failed_can_be_repeated(service: FaultyService, monkeypatch
     assert service.sandboxes() == []
 
 
+def test_a_stop_has_time_for_its_grace(service: FaultyService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWTIDE_END_SECONDS", "1")
+    box = run()
+    service.fault("destroy", hold_seconds=2.0)  # the sandbox takes its time, as it may
+    assert box.stop(graceful_shutdown_seconds=60.0).result().outcome is Outcome.DESTROYED
+
+
 def test_stop_twice_from_two_threads_and_after_it_is_gone(service: FaultyService) -> None:
     box = run()
     service.fault("destroy", hold_seconds=1.0)  # so that the second surely comes while the first is at it

@@ -47,8 +47,8 @@ from lowtide.providers.base import Provider, SandboxInfo, SandboxSpec
 
 log = logging.getLogger("lowtide.lifecycle")
 
-END_SECONDS = 60.0
-"""How long one `stop()` may take before it reports a failure; ``LOWTIDE_END_SECONDS`` overrides it."""
+END_SECONDS, _GRACE_SECONDS = 60.0, 10.0
+"""How long one `stop()` with such a grace may take before it reports a failure; ``LOWTIDE_END_SECONDS`` overrides it."""
 
 EXIT_SECONDS = 30.0
 """The one deadline for everything that ends at exit; `LOWTIDE_EXIT_SECONDS` overrides it."""
@@ -129,7 +129,7 @@ class Lifecycle:
         provider: Provider,
         lease_id: str,
         *,
-        grace_seconds: float = 10.0,
+        grace_seconds: float = _GRACE_SECONDS,
         failed: bool = False,
         snapshot_on_stop: bool = False,
         deadline_seconds: float | None = None,
@@ -145,6 +145,7 @@ class Lifecycle:
         """
         if deadline_seconds is None:
             deadline_seconds = float(os.environ.get("LOWTIDE_END_SECONDS", END_SECONDS))
+            deadline_seconds += max(0.0, grace_seconds - _GRACE_SECONDS)
         held = self.held.get(lease_id)
         if held is None:
             lease = await self.ledger.get(lease_id)
