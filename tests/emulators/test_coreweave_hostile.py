@@ -181,3 +181,106 @@ def test_bytes_that_are_no_http2_end_the_connection_and_nothing_else(served: Han
             sock.settimeout(20)
             while sock.recv(65_536):
                 pass
+
+
+ALIASES = "x: &x [a, a]\n" + "".join(
+    f"x{n}: &x{n} [*x{n - 1 or ''}, *x{n - 1 or ''}]\n" for n in range(1, 20)
+)
+TEXTS = "x: &x " + "a" * 100_000 + "\nservices: {a: {image: x, command: [" + "*x ," * 20_000 + "*x ]}}"
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        'services: {a: {image: "x\\ud800"}}',
+        'services: {"a\\ud800": {image: x}}',
+        'services: {a: {image: x, command: ["\\ud800"]}}',
+        'services: {a: {image: x, entrypoint: "\\0"}}',
+        'services: {a: {image: x, environment: {A: "\\ud800"}}}',
+        "services: {a: {image: x, environment: {A: 0x" + "f" * 10_000 + "}}}",
+        "services: {a: {image: [x]}}",
+        ALIASES + "services: {a: {image: x, environment: {A: *x19 }}}",
+        TEXTS,
+    ],
+    ids=["image", "name", "command", "null", "variable", "number", "list", "aliases", "texts"],
+)
+def test_a_hostile_compose_file_is_an_invalid_argument(served: Handle, send: Any, contents: str) -> None:
+    create = next(method for method in methods() if method.name == "CreateSandboxFromFile")
+    request = pb.CreateSandboxFromFileRequest(type=pb.SANDBOX_FILE_TYPE_COMPOSE, contents=contents.encode())
+    assert send(create, request.SerializeToString()) == "INVALID_ARGUMENT"
+
+
+def test_rules_that_mean_nothing_are_an_invalid_argument(served: Handle, send: Any) -> None:
+    create = next(method for method in methods() if method.name == "CreateSandbox")
+    for rule in (
+        pb.EgressRule(),
+        pb.EgressRule(cidr=pb.CidrBlock(cidr="999.1.1.1/99")),
+        pb.EgressRule(https_hostname="a b"),
+        pb.EgressRule(any=True, ports=[pb.PortRange(port=70_000)]),
+    ):
+        spec = pb.SandboxSpec(containers=[pb.Container(image="x")])
+        spec.network.egress.append(rule)
+        request = pb.CreateSandboxRequest(sandbox=pb.Sandbox(spec=spec))
+        assert send(create, request.SerializeToString()) == "INVALID_ARGUMENT", rule
+
+
+def made(send: Any, tag: str) -> str:
+    """With a scratch volume."""
+    spec = pb.SandboxSpec(containers=[pb.Container(image="x")], tags=[tag])
+    spec.volumes.add(name="v").scratch.SetInParent()
+    request = pb.CreateSandboxRequest(sandbox=pb.Sandbox(spec=spec))
+    return str(pb.Sandbox.FromString(send.call("CreateSandbox", request)).sandbox_id)
+
+
+def until(send: Any, sandbox_id: str, *states: int) -> set[int]:
+    """All that it was until it was one of these."""
+    seen: set[int] = set()
+    while not seen & set(states):
+        found = send.call("GetSandbox", pb.GetSandboxRequest(sandbox_id=sandbox_id))
+        seen.add(pb.Sandbox.FromString(found).status.state)
+    return seen
+
+
+def delete(send: Any, sandbox_id: str, *volumes: str) -> list[str]:
+    request = pb.DeleteSandboxRequest(sandbox_id=sandbox_id, snapshot_volumes=volumes)
+    answer = pb.DeleteSandboxResponse.FromString(send.call("DeleteSandbox", request))
+    return list(answer.file_system_snapshot_ids)
+
+
+@pytest.mark.timeout(60)
+def test_no_snapshot_holds_up_the_end(served: Handle, send: Any) -> None:
+    """Neither one that was refused, nor one that is deleted before it is taken, or meanwhile."""
+    one, two, three = (made(send, "ends") for _ in range(3))
+    (snapshot,) = delete(send, two, "v")  # it still boots
+    send.call(
+        "DeleteFileSystemSnapshot", pb.DeleteFileSystemSnapshotRequest(file_system_snapshot_id=snapshot)
+    )
+    with pytest.raises(grpc.RpcError):
+        delete(send, one, "v", "no such")
+    delete(send, one)
+    until(send, three, pb.STATE_RUNNING)
+    fill = ["sh", "-c", "head -c 50000000 /dev/zero > /.cwsandbox/volumes/v/x"]
+    fill[2] = "mkdir -p /.cwsandbox/volumes/v; " + fill[2]
+    send.call("Exec", pb.ExecRequest(sandbox_id=three, command=fill))
+    (snapshot,) = delete(send, three, "v")
+    send.call(
+        "DeleteFileSystemSnapshot", pb.DeleteFileSystemSnapshotRequest(file_system_snapshot_id=snapshot)
+    )
+    until(send, one, pb.STATE_TERMINATED)
+    assert pb.STATE_RUNNING not in until(send, two, pb.STATE_TERMINATED)  # never back from terminating
+    until(send, three, pb.STATE_TERMINATED)
+
+
+def test_a_page_goes_on_where_the_one_before_it_ended(served: Handle, send: Any) -> None:
+    """Also when what that one showed is gone by now: so whoever ends all of a page still sees the next one."""
+    boxes = [made(send, "pages") for _ in range(3)]
+    seen, token = [], ""
+    for _ in boxes:
+        request = pb.ListSandboxesRequest(tags=["pages"], page_size=1, page_token=token)
+        answer = pb.ListSandboxesResponse.FromString(send.call("ListSandboxes", request))
+        (found,), token = answer.sandboxes, answer.next_page_token
+        seen.append(found.sandbox_id)
+        delete(send, found.sandbox_id)
+        until(send, found.sandbox_id, pb.STATE_TERMINATED)
+    assert seen == boxes[::-1]
+    assert token == ""

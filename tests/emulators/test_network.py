@@ -28,6 +28,10 @@ SHUT = {
         "b = d.create(daytona.CreateSandboxFromSnapshotParams(network_block_all=True))\n"
         "run = lambda c: b.process.exec(c).result"
     ),
+    "coreweave": (
+        "import cwsandbox; b = cwsandbox.Sandbox.run(network={'deny_egress': True})\n"
+        "run = lambda c: b.exec(['sh', '-c', c]).result().stdout"
+    ),
 }
 REACH = """
 import sys

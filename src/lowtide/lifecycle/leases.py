@@ -49,7 +49,6 @@ log = logging.getLogger("lowtide.lifecycle")
 
 END_SECONDS, _GRACE_SECONDS = 60.0, 10.0
 """How long one `stop()` with such a grace may take before it reports a failure; ``LOWTIDE_END_SECONDS`` overrides it."""
-
 EXIT_SECONDS = 30.0
 """The one deadline for everything that ends at exit; `LOWTIDE_EXIT_SECONDS` overrides it."""
 

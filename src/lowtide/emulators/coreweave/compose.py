@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+from collections.abc import Iterable
 from typing import Any
 
 import yaml
@@ -34,11 +36,11 @@ def spec(request: Any) -> Any:
     )
     if request.HasField("network"):
         made.network.CopyFrom(request.network)
-    image = request.image_overrides.get(name) or service.get("image")
+    image = request.image_overrides.get(name) or _text(service.get("image") or "", f"services.{name}.image")
     if not image:
         raise not_there(f"services.{name}.build: building images")
     words = [*_words(service, name, "entrypoint"), *_words(service, name, "command")]
-    container = made.containers.add(name=name, image=str(image), primary=True)
+    container = made.containers.add(name=name, image=image, primary=True)
     if words:
         container.command = words[0]
         container.args.extend(words[1:])
@@ -63,9 +65,9 @@ def _service(request: Any) -> tuple[str, dict[str, Any]]:
     if len(services) > 1:
         raise not_there("more than one container in a sandbox")
     (name, service), *_ = services.items()
-    if not isinstance(name, str) or not isinstance(service, dict):
+    if not isinstance(service, dict):
         raise invalid("contents", "a service is a name and a mapping")
-    return name, service
+    return _text(name, "contents"), service
 
 
 def _words(service: dict[str, Any], name: str, key: str) -> list[str]:
@@ -74,11 +76,12 @@ def _words(service: dict[str, Any], name: str, key: str) -> list[str]:
         return []
     if isinstance(given, str):
         try:
-            return shlex.split(given)
+            return shlex.split(_text(given, f"services.{name}.{key}"))
         except ValueError:
             raise invalid(f"services.{name}.{key}", "cannot be split into words") from None
-    if isinstance(given, list) and all(isinstance(one, str) and "\0" not in one for one in given):
-        return list(given)
+    if isinstance(given, list):
+        _check_size(given)
+        return [_text(one, f"services.{name}.{key}") for one in given]
     raise invalid(f"services.{name}.{key}", "must be a text or a list of texts")
 
 
@@ -86,14 +89,35 @@ def _environment(service: dict[str, Any], name: str) -> dict[str, str]:
     given = service.get("environment") or {}
     where = f"services.{name}.environment"
     if isinstance(given, list):
+        _check_size(given)
         pairs = [_text(one, where).partition("=")[::2] for one in given]
         return dict(pairs)
     if not isinstance(given, dict):
         raise invalid(where, "must be a mapping or a list")
-    return {_text(key, where): _text(str(value), where) for key, value in given.items()}
+    _check_size(given.values())
+    return {_text(key, where): _text(_scalar(value, where), where) for key, value in given.items()}
+
+
+def _check_size(values: Iterable[Any]) -> None:
+    """Before anybody looks at them: one text of a file may stand in many places of it."""
+    if sum(len(one) for one in values if isinstance(one, str)) > _LARGEST:
+        raise invalid("contents", f"comes to more than {_LARGEST} characters")
+
+
+def _scalar(given: Any, where: str) -> str:
+    if given is None:
+        return ""
+    if not isinstance(given, str | int | float):
+        raise invalid(where, "a value is a text or a number")
+    try:
+        return str(given)
+    except ValueError:  # of too many digits
+        raise invalid(where, "a number is too long") from None
 
 
 def _text(given: Any, where: str) -> str:
-    if not isinstance(given, str) or "\0" in given:
-        raise invalid(where, "must be a text without null bytes")
+    if not isinstance(given, str) or re.search(
+        "[\0\ud800-\udfff]", given
+    ):  # half a character, as YAML can write it
+        raise invalid(where, "must be a text that can be sent")
     return given

@@ -112,9 +112,10 @@ class Control(Inside):
             if not request.runner_ids or spec.RUNNER in request.runner_ids
             if not request.volume_ids or {v.volume_id for v in box.spec.volumes} & set(request.volume_ids)
         ]
-        if request.sort_direction != pb.SORT_DIRECTION_ASCENDING:
+        descending = request.sort_direction != pb.SORT_DIRECTION_ASCENDING
+        if descending:
             found.reverse()
-        rows, token = page(request, found)
+        rows, token = page(request, found, descending=descending)
         return pb.ListSandboxesResponse(sandboxes=[box.view() for box in rows], next_page_token=token)
 
     # ------------------------------------------------------------ ending
@@ -131,13 +132,12 @@ class Control(Inside):
             raise Refused(Code.INTERNAL, "the sandbox could not be deleted")
         if take(FaultName.KILL_IGNORED, "coreweave", facts):
             return pb.DeleteSandboxResponse(sandbox=box.view())
-        volumes = tuple(request.snapshot_volumes)
         if box.ending is None and box.state not in OVER:
-            for volume in volumes:
-                made = self.emulator.snapshots.begin(
-                    box, volume, pb.SNAPSHOT_TRIGGER_ON_DELETE, request.request_id
-                )
-                box.snapshots.append(made.file_system_snapshot_id)
+            snapshots = self.emulator.snapshots
+            volumes = [snapshots.volume_of(box, volume) for volume in request.snapshot_volumes]
+            for volume in dict.fromkeys(volumes):
+                made = snapshots.begin(box, volume, pb.SNAPSHOT_TRIGGER_ON_DELETE, request.request_id)
+                box.snapshots[made.file_system_snapshot_id] = volume
         hang = take(FaultName.KILL_HANGS, "coreweave", facts)
         if box.state not in OVER:
             self.boxes.end(
@@ -146,7 +146,6 @@ class Control(Inside):
                 pb.STATE_TERMINATED,
                 "deleted",
                 delay=(hang.seconds or 1.0) if hang else 0.0,
-                snapshot_volumes=volumes,
             )
         return pb.DeleteSandboxResponse(sandbox=box.view(), file_system_snapshot_ids=box.snapshots)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,8 +23,15 @@ if TYPE_CHECKING:
 OVER = (pb.STATE_COMPLETED, pb.STATE_FAILED, pb.STATE_TERMINATED)
 
 
+_last = 0
+
+
 def new_id() -> str:
-    return str(uuid.uuid4())
+    """A UUID, greater than all before it: a list in the order of its ids is one by age."""
+    global _last
+    _last = max(_last + 1, time.time_ns() // 1000)
+    digits = f"{_last:015x}"
+    return f"{digits[:8]}-{digits[8:12]}-7{digits[12:]}{str(uuid.uuid4())[18:]}"
 
 
 def stamp(message: Any, seconds: float) -> None:
@@ -60,8 +68,8 @@ class Box:
     cut: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when everything that runs inside ends."""
     ending: asyncio.Task[Any] | None = None
-    snapshots: list[str] = field(default_factory=list)
-    """Taken at its end."""
+    snapshots: dict[str, str] = field(default_factory=dict)
+    """Taken at its end: of which volume each is."""
 
     @property
     def container(self) -> Any:

@@ -92,11 +92,12 @@ class Sandboxes:
                 words = (container.command, *container.args) if container.command else _IDLE
                 box.log = Log()
                 box.main = await self.start(box, words, booting=True)
-            except (LowtideError, AgentError, Refused) as error:
+            except (LowtideError, AgentError, Refused, OSError) as error:
                 await self._finish(box, pb.STATE_FAILED, str(error))
                 return
             box.started_at = self.ground.clock.now()
-            self._set(box, pb.STATE_RUNNING)
+            if box.ending is None:  # else it is terminating, and never runs again
+                self._set(box, pb.STATE_RUNNING)
             self.begin(self._follow(box, box.main, box.log))
 
     async def _furnish(self, box: Box) -> None:
@@ -188,29 +189,20 @@ class Sandboxes:
         reason: str,
         *,
         delay: float = 0.0,
-        snapshot_volumes: tuple[str, ...] = (),
     ) -> asyncio.Task[Any]:
         """Begin its end, once; whoever comes later gets the same one."""
         if box.ending is None:
             if box.state not in OVER:
                 self._set(box, pb.STATE_TERMINATING)
-            box.ending = self.begin(self._end(box, grace_seconds, state, reason, delay, snapshot_volumes))
+            box.ending = self.begin(self._end(box, grace_seconds, state, reason, delay))
         return box.ending
 
-    async def _end(
-        self,
-        box: Box,
-        grace_seconds: float,
-        state: int,
-        reason: str,
-        delay: float,
-        snapshot_volumes: tuple[str, ...],
-    ) -> None:
+    async def _end(self, box: Box, grace_seconds: float, state: int, reason: str, delay: float) -> None:
         await asyncio.sleep(delay)
         async with box.lock:
             if box.state in OVER:
                 return
-            for snapshot_id, volume in zip(box.snapshots, snapshot_volumes, strict=True):
+            for snapshot_id, volume in box.snapshots.items():
                 if box.backing_id is not None:
                     await self._snapshots.take(snapshot_id, box.backing_id, f"{_STORE}/{volume}")
             if box.main is not None and grace_seconds > 0:

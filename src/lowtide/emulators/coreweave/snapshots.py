@@ -12,6 +12,7 @@ from cwsandbox._proto import sandbox_pb2 as pb
 
 from lowtide.emulators.coreweave.model import Box, new_id, stamp
 from lowtide.emulators.coreweave.refusal import Code, Refused, invalid
+from lowtide.errors import LowtideError
 from lowtide.providers.base import STDOUT
 
 if TYPE_CHECKING:
@@ -39,19 +40,11 @@ class Snapshots:
 
     def begin(self, box: Box, volume: str, trigger: int, request_id: str = "") -> Any:
         """Written down; its content is taken with `take`. The same request twice is one snapshot."""
-        for one in self.table.values():
-            if request_id and one.message.request_id == request_id:
-                return one.message
-        scratch = [v.name for v in box.spec.volumes if not v.volume_id]
-        if not scratch:
-            raise Refused(
-                Code.FAILED_PRECONDITION, "the sandbox has no scratch volume", "CWSANDBOX_FSS_NOT_SUPPORTED"
-            )
-        if not volume and len(scratch) > 1:
-            raise invalid("scratch_volume_name", "is required where there are several")
-        volume = volume or scratch[0]
-        if volume not in scratch:
-            raise invalid("scratch_volume_name", f"no scratch volume {volume!r}")
+        volume = self.volume_of(box, volume)
+        source = (request_id, box.sandbox_id, volume)
+        for one in (one.message for one in self.table.values()):
+            if request_id and (one.request_id, one.source_sandbox_id, one.source_volume_name) == source:
+                return one
         made = pb.FileSystemSnapshot(
             file_system_snapshot_id=new_id(),
             state=pb.SNAPSHOT_STATE_CREATING,
@@ -69,24 +62,48 @@ class Snapshots:
         self.table[made.file_system_snapshot_id] = Snapshot(message=made, file=file)
         return made
 
+    @staticmethod
+    def volume_of(box: Box, volume: str) -> str:
+        """The scratch volume that is meant. Raises `Refused`."""
+        scratch = [v.name for v in box.spec.volumes if not v.volume_id]
+        if not scratch:
+            raise Refused(
+                Code.FAILED_PRECONDITION, "the sandbox has no scratch volume", "CWSANDBOX_FSS_NOT_SUPPORTED"
+            )
+        if not volume and len(scratch) > 1:
+            raise invalid("scratch_volume_name", "is required where there are several")
+        volume = volume or scratch[0]
+        if volume not in scratch:
+            raise invalid("scratch_volume_name", f"no scratch volume {volume!r}")
+        return volume
+
     async def take(self, snapshot_id: str, backing_id: str, directory: str) -> None:
-        snapshot = self.table[snapshot_id]
-        handle = await self._ground.backing.start(
-            backing_id, ("/bin/sh", "-c", 'mkdir -p "$1" && exec tar -C "$1" -cf - .', "sh", directory)
-        )
+        """Never raises: one that cannot be taken has failed, one that was deleted meanwhile is not kept."""
+        snapshot = self.table.get(snapshot_id)
+        if snapshot is None:
+            return
+        message, done = snapshot.message, False
+        with contextlib.suppress(LowtideError, OSError):
+            done = await self._write(snapshot, backing_id, directory)
+        if snapshot_id not in self.table:
+            snapshot.file.unlink(missing_ok=True)
+            return
+        message.state = pb.SNAPSHOT_STATE_READY if done else pb.SNAPSHOT_STATE_FAILED
+        stamp(message.complete_time, self._ground.clock.now())
+        stamp(message.updated_at, self._ground.clock.now())
+
+    async def _write(self, snapshot: Snapshot, backing_id: str, directory: str) -> bool:
+        words = ("/bin/sh", "-c", 'mkdir -p "$1" && exec tar -C "$1" -cf - .', "sh", directory)
+        handle = await self._ground.backing.start(backing_id, words)
         try:
             with snapshot.file.open("wb") as out:
                 async for stream, data in handle.output():
                     if stream == STDOUT:
                         await asyncio.to_thread(out.write, data)
-            done = await handle.wait() == 0
+                        snapshot.message.size_bytes = out.tell()
+            return await handle.wait() == 0
         finally:
             await handle.aclose()
-        message = snapshot.message
-        message.state = pb.SNAPSHOT_STATE_READY if done else pb.SNAPSHOT_STATE_FAILED
-        message.size_bytes = snapshot.file.stat().st_size
-        stamp(message.complete_time, self._ground.clock.now())
-        stamp(message.updated_at, self._ground.clock.now())
 
     async def restore(self, snapshot_id: str, backing_id: str, directory: str) -> None:
         snapshot = self.get(snapshot_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ LONGEST_LIFETIME_SECONDS = 30 * 86_400
 
 _TAG = re.compile(r"[A-Za-z0-9._-]*[A-Za-z0-9]")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_HOST = re.compile(r"(\*\.)?[A-Za-z0-9_-]([A-Za-z0-9._-]{0,252})")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _QUANTITY = re.compile(r"[0-9]{1,15}(\.[0-9]{1,9})?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi)?")
 _UNITS = {"m": 0.001, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
@@ -56,6 +58,7 @@ def checked(given: Any, volumes: Volumes, snapshots: Collection[str]) -> Any:
     named = _check_volumes(spec, volumes, snapshots)
     _check_container(spec.containers[0], named)
     _check_services(spec)
+    _check_egress(spec.network)
     return spec
 
 
@@ -73,7 +76,9 @@ def _amount(quantity: str) -> float:
 
 
 def ways_out(network: Any) -> tuple[str, ...] | None:
-    """The allow-list that its rules come to; None where there are none, or all is open."""
+    """The allow-list that its rules come to, with nothing in it where all is denied; None where nothing is said, or all is open."""
+    if network.deny_egress:
+        return ()
     entries = []
     for rule in network.egress:
         kind = rule.WhichOneof("destination")
@@ -168,6 +173,24 @@ def _check_volumes(spec: Any, volumes: Volumes, snapshots: Collection[str]) -> l
         if restored and restored not in snapshots:
             raise Refused(Code.NOT_FOUND, f"no snapshot {restored}", "CWSANDBOX_FSS_NOT_FOUND")
     return named
+
+
+def _check_egress(network: Any) -> None:
+    where = "sandbox.spec.network.egress"
+    for rule in network.egress:
+        kind = rule.WhichOneof("destination")
+        if kind is None:
+            raise invalid(where, "a rule has a destination")
+        if kind == "https_hostname" and not _HOST.fullmatch(rule.https_hostname):
+            raise invalid(f"{where}.https_hostname", "is no name of a host")
+        if kind == "cidr":
+            try:
+                ipaddress.ip_network(rule.cidr.cidr, strict=False)
+            except ValueError:
+                raise invalid(f"{where}.cidr", "is no range of addresses") from None
+        for ports in rule.ports:
+            if not 1 <= ports.port <= 65_535 or not 0 <= ports.end_port <= 65_535:
+                raise invalid(f"{where}.ports", "must be from 1 to 65535")
 
 
 def _check_services(spec: Any) -> None:
