@@ -16,7 +16,7 @@ from tests.inside_program import Inside, PipeChannel, run, serving
 
 from lowtide.errors import SandboxUnavailableError
 from lowtide.providers.base import ProcessSpec
-from lowtide.providers.inside import Clients, build, program
+from lowtide.providers.inside import Client, Clients, build, link, program
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -92,6 +92,28 @@ async def test_an_engines_words_in_place_of_the_program_are_a_break_and_no_end()
         inside.argv = usual
         await process.write_stdin(b"go\n")
         assert await process.wait() == 5
+
+
+@pytest.mark.parametrize("said", [b"", b"a banner without an end\n"], ids=["silent", "talkative"])
+async def test_one_that_does_not_greet_is_given_up(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Noise:
+        async def send(self, data: bytes) -> None:
+            pass
+
+        async def receive(self) -> bytes:
+            await asyncio.sleep(0.01 if said else 3600)
+            return said
+
+        def close(self) -> None:
+            pass
+
+    async def opener(first: bytes) -> Noise:
+        return Noise()
+
+    monkeypatch.setattr(link, "_GREETING_SECONDS", 0.3)
+    client = Client(opener, key=b"k" * 16, provider="test", sandbox_id="s", text=True)
+    with pytest.raises(SandboxUnavailableError, match=r"no answer from inside within 0\.3 seconds"):
+        await asyncio.wait_for(client.start(ProcessSpec(argv=("true",))), 30)
 
 
 async def test_another_program_in_its_place_is_not_believed() -> None:

@@ -166,7 +166,9 @@ class Link:
             if late
             else "the connection into the sandbox broke"
         )
-        broken = SandboxUnavailableError(f"{words}: {failure or 'it ended'}", **self._context)
+        # A timeout has no words of its own.
+        why = str(failure or "it ended") or f"no answer from inside within {_GREETING_SECONDS:g} seconds"
+        broken = SandboxUnavailableError(f"{words}: {why}", **self._context)
         broken.__cause__ = failure
         self._end(broken)
 
@@ -232,11 +234,12 @@ class Link:
 
     async def _listen(self, channel: Channel) -> None:
         buffer = bytearray()
+        greeted = asyncio.get_running_loop().time() + _GREETING_SECONDS
         while True:
             if self._welcomed:
                 data = await channel.receive()
             else:
-                async with asyncio.timeout(_GREETING_SECONDS):
+                async with asyncio.timeout_at(greeted):  # whatever else it says meanwhile
                     data = await channel.receive()
             if not data:
                 raise EOFError(_noise(buffer) or "it ended")
