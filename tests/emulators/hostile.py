@@ -92,6 +92,17 @@ HEADERS: tuple[dict[bytes, bytes], ...] = (
 )
 
 
+_FILE = b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n'
+UPLOAD_PATH = b'--b\r\nContent-Disposition: form-data; name="path"\r\n\r\n/tmp/x\r\n'
+UPLOADS = (
+    b"garbage",
+    b"--b\r\n",
+    b"--b\r\nno header\r\n\r\nx\r\n--b--\r\n",
+    _FILE + b"\r\nnot all of it",
+)
+"""What is no multipart body with the boundary b, or not all of it."""
+
+
 ENVD: dict[str, dict[str, dict[str, Any]]] = {
     "process.Process": {
         "List": {},

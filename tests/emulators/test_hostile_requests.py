@@ -21,6 +21,8 @@ from lowtide.testing import emulator
 from tests.emulators.hostile import (
     ENVD,
     HEADERS,
+    UPLOAD_PATH,
+    UPLOADS,
     Call,
     Sender,
     bodies,
@@ -284,6 +286,20 @@ def test_hostile_requests_at_every_call_of_runloop_are_refused(
     send = runloop(served)
     victim = send.json("POST", "/v1/devboxes/create_and_await_running", {"name": "victim"})["id"]
     report(attempts(calls, send, {"id": victim, "devbox_id": victim}))
+
+
+def test_an_upload_that_is_not_whole_is_refused(
+    served: Handle, daytona_neighbour: str, runloop_neighbour: str
+) -> None:
+    kind = {b"Content-Type": b"multipart/form-data; boundary=b"}
+    inside, devbox = daytona(served, f"/toolbox/{daytona_neighbour}"), f"/v1/devboxes/{runloop_neighbour}"
+    for body in UPLOADS:
+        answers = [
+            inside("POST", "/files/upload-v2?path=/tmp/x", body, kind),
+            inside("POST", "/files/bulk-upload", body.replace(b'"file"', b'"files[0].file"'), kind),
+            runloop(served)("POST", f"{devbox}/upload_file", UPLOAD_PATH + body, kind),
+        ]
+        assert [status for status, _ in answers] == [400] * 3, (body, answers)
 
 
 def test_the_admin_endpoint_refuses_what_would_break_every_later_call(served: Handle) -> None:

@@ -10,23 +10,23 @@ import posixpath
 import re
 import secrets
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from aiohttp import BodyPartReader, web
+from aiohttp import web
 
 from lowtide.emulators.agent.client import AgentError
 from lowtide.emulators.daytona.answers import Refused, body_of, daemon_envelope, number_in, text_of
 from lowtide.emulators.daytona.sandbox import Sandbox
+from lowtide.emulators.multipart import bytes_of, parts_of, pieces_of
 
 if TYPE_CHECKING:
     from lowtide.emulators.daytona.toolbox import Toolbox
 
-_PIECE = 256 * 1024
 _FIELD = re.compile(r"files\[(\d+)\]\.(path|file)")
 _SIGNED = {("GET", "/files/download"), ("POST", "/files/upload-v2"), ("POST", "/files/upload")}
 
@@ -163,37 +163,35 @@ class Files:
     async def upload(self, request: web.Request, sandbox: Sandbox) -> web.Response:
         agent = await self.machine.agent(sandbox)
         path = _path(request)
-        if not request.content_type.startswith("multipart/"):
-            raise Refused(400, "multipart/form-data is required")
-        async for part in await request.multipart():
-            if isinstance(part, BodyPartReader) and part.name == "file":
-                done = await agent.write_file(path, _pieces(part))
-                name = posixpath.basename(done["path"])
-                return web.json_response({"name": name, "path": done["path"], "type": "file"})
-        raise Refused(400, "file is required")
+        done = None
+        async for part in parts_of(request):
+            if part.name == "file":
+                done = await agent.write_file(path, pieces_of(part))
+        if done is None:
+            raise Refused(400, "file is required")
+        name = posixpath.basename(done["path"])
+        return web.json_response({"name": name, "path": done["path"], "type": "file"})
 
     async def bulk_upload(self, request: web.Request, sandbox: Sandbox) -> web.Response:
         agent = await self.machine.agent(sandbox)
-        if not request.content_type.startswith("multipart/"):
-            raise Refused(400, "multipart/form-data is required")
         paths: dict[str, str] = {}
         errors: list[str] = []
-        async for part in await request.multipart():
-            field = _FIELD.fullmatch(part.name or "") if isinstance(part, BodyPartReader) else None
-            if field is None or not isinstance(part, BodyPartReader):
+        async for part in parts_of(request):
+            field = _FIELD.fullmatch(part.name or "")
+            if field is None:
                 continue
             if field[2] == "path":
-                paths[field[1]] = (await part.read(decode=True)).decode("utf-8", "replace")
+                paths[field[1]] = (await bytes_of(part)).decode("utf-8", "replace")
                 continue
             path = paths.get(field[1]) or part.filename
             if not path:
                 errors.append(f"file {field[1]}: missing .path metadata")
                 continue
             try:
-                await agent.write_file(path, _pieces(part))
+                await agent.write_file(path, pieces_of(part))
             except AgentError as error:
                 errors.append(f"{path}: {error}")
-                async for _ in _pieces(part):  # the next part begins behind it
+                async for _ in pieces_of(part):  # the next part begins behind it
                     pass
         if errors:
             return web.json_response({"errors": errors}, status=400)
@@ -308,8 +306,3 @@ def _info(entry: dict[str, Any]) -> dict[str, Any]:
         "modTime": moment.strftime("%Y-%m-%d %H:%M:%S") + " +0000 UTC",
         "modifiedAt": stamp,
     }
-
-
-async def _pieces(part: BodyPartReader) -> AsyncIterator[bytes]:
-    while piece := await part.read_chunk(_PIECE):
-        yield piece

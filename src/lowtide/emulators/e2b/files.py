@@ -9,7 +9,7 @@ import hmac
 import posixpath
 import re
 import zlib
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable
 from email.message import Message
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -19,6 +19,7 @@ from aiohttp import BodyPartReader, web
 from lowtide.emulators.agent.client import PIECE, Agent, AgentError
 from lowtide.emulators.e2b import connect
 from lowtide.emulators.e2b.model import Sandbox, UnknownUser
+from lowtide.emulators.multipart import parts_of, pieces_of
 
 if TYPE_CHECKING:
     from lowtide.emulators.e2b import E2BEmulator
@@ -174,13 +175,13 @@ class Files:
                 await self._write(sandbox, user, agent, path, request.content.iter_chunked(PIECE), metadata)
             )
         elif kind.startswith("multipart/"):
-            async for part in await request.multipart():
-                if not isinstance(part, BodyPartReader) or part.name != "file":
+            async for part in parts_of(request):
+                if part.name != "file":
                     continue
                 target = path if path is not None else _file_name(part)
                 if not target:
                     return _error(400, "error getting multipart custom part file name")
-                written.append(await self._write(sandbox, user, agent, target, _pieces(part), metadata))
+                written.append(await self._write(sandbox, user, agent, target, pieces_of(part), metadata))
         else:
             message = (
                 f"unsupported content type: {kind}, expected multipart/form-data or application/octet-stream"
@@ -194,11 +195,6 @@ def _file_name(part: BodyPartReader) -> str | None:
     head = Message()
     head["Content-Disposition"] = part.headers.get("Content-Disposition", "")
     return head.get_filename()
-
-
-async def _pieces(part: BodyPartReader) -> AsyncIterator[bytes]:
-    while piece := await part.read_chunk(256 * 1024):
-        yield piece
 
 
 def _error(code: int, message: str) -> web.Response:

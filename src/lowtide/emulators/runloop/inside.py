@@ -7,11 +7,12 @@ import json
 import posixpath
 from typing import TYPE_CHECKING, Any
 
-from aiohttp import BodyPartReader, web
+from aiohttp import web
 
 from lowtide.emulators.agent.client import AgentError
 from lowtide.emulators.faults import FaultName
 from lowtide.emulators.fields import FLAG, LIST_OF_TEXT, TEXT, check_fields, seconds
+from lowtide.emulators.multipart import bytes_of, parts_of, pieces_of
 from lowtide.emulators.request_check import json_object, query_number
 from lowtide.emulators.runloop.executions import STREAMS, Execution
 from lowtide.emulators.runloop.model import Devbox, Refused
@@ -229,23 +230,20 @@ class Inside:
 
     async def upload_file(self, request: web.Request) -> web.Response:
         devbox = self._running(request)
-        if not request.content_type.startswith("multipart/"):
-            raise Refused(400, "multipart/form-data is required")
-        path, held = None, None
+        path, held, written = None, None, False
         agent = await self.devboxes.agent(devbox)
-        async for part in await request.multipart():
-            if not isinstance(part, BodyPartReader):
-                continue
+        async for part in parts_of(request):
             if part.name == "path":
-                path = (await part.read(decode=True)).decode("utf-8", "replace")
+                path = (await bytes_of(part)).decode("utf-8", "replace")
             elif part.name == "file" and path is not None:
-                await agent.write_file(_checked(path), _pieces(part))
-                return web.json_response({})
+                await agent.write_file(_checked(path), pieces_of(part))
+                written = True
             elif part.name == "file":  # the order of the parts is the client's
-                held = bytes(await part.read(decode=True))
-        if path is None or held is None:
+                held = await bytes_of(part)
+        if path is None or (held is None and not written):
             raise Refused(400, "path and file are required")
-        await self.devboxes.write(devbox, _checked(path), held)
+        if held is not None:
+            await self.devboxes.write(devbox, _checked(path), held)
         return web.json_response({})
 
     async def download_file(self, request: web.Request) -> web.StreamResponse:
@@ -291,8 +289,3 @@ def _checked(path: str) -> str:
     if not path or "\0" in path or posixpath.basename(path) in ("", ".", ".."):
         raise Refused(400, "the path must name a file")
     return path
-
-
-async def _pieces(part: BodyPartReader) -> Any:
-    while piece := await part.read_chunk(256 * 1024):
-        yield piece
