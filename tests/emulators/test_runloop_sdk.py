@@ -167,6 +167,35 @@ def test_files_survive_a_suspension_and_a_snapshot(client: Any, create: Create) 
     assert client.devboxes.disk_snapshots.query_status(snapshot.id).status == "deleted"
 
 
+def test_a_snapshot_of_a_suspended_devbox_and_the_devbox_do_not_end_each_other(
+    client: Any, create: Create
+) -> None:
+    devbox = create()
+    client.devboxes.write_file_contents(devbox.id, file_path="kept.txt", contents="still here")
+    client.devboxes.suspend(devbox.id)
+    client.devboxes.await_suspended(devbox.id)
+    first, second = (client.devboxes.snapshot_disk(devbox.id).id for _ in range(2))
+    client.devboxes.disk_snapshots.delete(first)
+    client.devboxes.resume(devbox.id)
+    assert client.devboxes.await_running(devbox.id).status == "running"
+    client.devboxes.shutdown(devbox.id)
+    again = create(snapshot_id=second)
+    assert client.devboxes.read_file_contents(again.id, file_path="kept.txt") == "still here"
+
+
+def test_a_resume_that_cannot_be_done_says_so(client: Any, create: Create) -> None:
+    policy = client.network_policies.create(name="shut", allowed_hostnames=[])
+    devbox = create(launch_parameters={"network_policy_id": policy.id})
+    client.devboxes.suspend(devbox.id)
+    client.devboxes.await_suspended(devbox.id)
+    client.network_policies.delete(policy.id)
+    with pytest.raises(sdk.BadRequestError, match="network policy"):  # and not without any
+        create(launch_parameters={"network_policy_id": policy.id})
+    client.devboxes.resume(devbox.id)
+    with pytest.raises(sdk.RunloopError, match="failure"):
+        client.devboxes.await_running(devbox.id)
+
+
 def test_a_tunnel_reaches_a_port_and_needs_its_token(client: Any, create: Create, runloop: Handle) -> None:
     devbox = create()
     tunnel = client.devboxes.enable_tunnel(devbox.id, auth_mode="authenticated")

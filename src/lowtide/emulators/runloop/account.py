@@ -156,9 +156,13 @@ class Account:
         return found
 
     def ways_out(self, policy_id: str | None) -> tuple[str, ...] | None:
-        """The allow-list of a policy; None where there is none, or it allows all."""
-        policy = self._policies.get(policy_id or "")
-        if policy is None or policy["egress"]["allow_all"]:
+        """The allow-list of a policy; None where none is asked for, or it allows all. Refused for one that is not there."""
+        if not policy_id:
+            return None
+        policy = self._policies.get(policy_id)
+        if policy is None:
+            raise Refused(400, f"network policy {policy_id} not found")
+        if policy["egress"]["allow_all"]:
             return None
         entries = list(policy["egress"]["allowed_hostnames"])
         for one in policy["egress"]["allowed_cidrs"]:

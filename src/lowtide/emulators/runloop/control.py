@@ -176,6 +176,8 @@ class Control:
     async def enable_tunnel(self, request: web.Request) -> web.Response:
         asked = await json_object(request)
         devbox = self._one(request)
+        if devbox.status in OVER:
+            raise Refused(400, f"Devbox {devbox.devbox_id} is {devbox.status}")
         if devbox.tunnel is None:
             devbox.tunnel = new_tunnel(asked, self.ground.clock.now())
         return web.json_response(devbox.tunnel.view())

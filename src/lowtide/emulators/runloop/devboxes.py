@@ -5,25 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Collection, Coroutine
+from collections.abc import AsyncIterator, Collection, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from lowtide.emulators.agent.client import Agent, AgentError
-from lowtide.emulators.fields import (
-    TEXT,
-    check_fields,
-)
+from lowtide.emulators.fields import TEXT, check_fields
 from lowtide.emulators.guest import UNTIL_SETTLED, first_process, users_are_real
 from lowtide.emulators.runloop.executions import Execution
 from lowtide.emulators.runloop.launch import launch_parameters, new_tunnel
-from lowtide.emulators.runloop.model import (
-    OVER,
-    Devbox,
-    Refused,
-    Status,
-    milliseconds,
-    new_id,
-)
+from lowtide.emulators.runloop.model import OVER, Devbox, Refused, Status, milliseconds, new_id
 from lowtide.emulators.runloop.snapshots import Snapshots
 from lowtide.errors import LowtideError
 from lowtide.providers.base import ProcessHandle
@@ -54,7 +44,7 @@ class Devboxes:
         self.account = account
         self.table: dict[str, Devbox] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self.snapshots = Snapshots(ground, self._begin)
+        self.snapshots = Snapshots(ground, self._begin, self._drop_disk)
 
     def get(self, devbox_id: str) -> Devbox:
         try:
@@ -81,8 +71,8 @@ class Devboxes:
             snapshot = self.snapshots.get(asked["snapshot_id"])
             if snapshot.status != "complete":
                 raise Refused(400, f"snapshot {snapshot.snapshot_id} is {snapshot.status}")
-        if self.ground.backing.count >= self.ground.backing.limit:
-            raise Refused(429, f"devbox limit reached: {self.ground.backing.limit}")
+        self.account.ways_out(launch.get("network_policy_id"))
+        self._check_limit()
         now = round(self.ground.clock.now(), 3)
         devbox = Devbox(
             devbox_id=(made := new_id("dbx")),
@@ -117,6 +107,10 @@ class Devboxes:
         self._forget_old()
         self._begin(self._boot(devbox, slow, broken))
         return devbox
+
+    def _check_limit(self) -> None:
+        if self.ground.backing.count >= self.ground.backing.limit:
+            raise Refused(429, f"devbox limit reached: {self.ground.backing.limit}")
 
     def _ways_out(self, devbox: Devbox) -> tuple[str, ...] | None:
         return self.account.ways_out(devbox.launch.get("network_policy_id"))
@@ -166,7 +160,7 @@ class Devboxes:
             self.log(devbox, "error", "launch", str(error))
             return -1
         try:
-            await _either(execution.ended.wait(), devbox.cut.wait())
+            await execution.ended_or(devbox.cut)
         finally:
             await execution.aclose()
         self.log(devbox, "info", "launch", f"{command}: exit {execution.exit_code}")
@@ -276,10 +270,11 @@ class Devboxes:
             async with devbox.lock:
                 if devbox.status is not Status.SUSPENDING:
                     return
-                await self._let_go(devbox)
-                devbox.disk = await self.ground.backing.stop(devbox.backing)
-                devbox.backing_id = None
-                self._set(devbox, Status.SUSPENDED)
+                async with self._or_failure(devbox):
+                    await self._let_go(devbox)
+                    devbox.disk = await self.ground.backing.stop(devbox.backing)
+                    devbox.backing_id = None
+                    self._set(devbox, Status.SUSPENDED)
 
         self._begin(work())
 
@@ -288,21 +283,32 @@ class Devboxes:
             raise Refused(
                 400, f"Devbox {devbox.devbox_id} is {devbox.status}; only a suspended one can be resumed"
             )
+        self._check_limit()
         self._set(devbox, Status.PROVISIONING)
 
         async def work() -> None:
             async with devbox.lock:
                 if devbox.status is not Status.PROVISIONING:
                     return
-                devbox.backing_id = await self.ground.backing.create(
-                    snapshot=devbox.disk, command=first_process(), allow=self._ways_out(devbox)
-                )
-                devbox.cut = asyncio.Event()
-                devbox.active_at = self.ground.clock.now()
-                self._set(devbox, Status.RUNNING)
-                self._arm(devbox)
+                async with self._or_failure(devbox):
+                    devbox.backing_id = await self.ground.backing.create(
+                        snapshot=devbox.disk, command=first_process(), allow=self._ways_out(devbox)
+                    )
+                    devbox.cut = asyncio.Event()
+                    devbox.active_at = self.ground.clock.now()
+                    self._set(devbox, Status.RUNNING)
+                    self._arm(devbox)
 
         self._begin(work())
+
+    @contextlib.asynccontextmanager
+    async def _or_failure(self, devbox: Devbox) -> AsyncIterator[None]:
+        """What cannot be done leaves it in a state that says so: whoever waits for another hears of it."""
+        try:
+            yield
+        except (LowtideError, Refused) as error:
+            self.log(devbox, "error", "lifecycle", str(error))
+            await self._end(devbox, Status.FAILURE, failure="execution_failed")
 
     async def shutdown(self, devbox: Devbox, *, force: bool, reason: str = "api_shutdown") -> None:
         """For good. What is over stays so, and says so."""
@@ -326,10 +332,18 @@ class Devboxes:
         if devbox.backing_id is not None:
             await self.ground.backing.destroy(devbox.backing_id)
             devbox.backing_id = None
-        if devbox.disk is not None:
-            with contextlib.suppress(LowtideError):
-                await self.ground.backing.delete_snapshot(devbox.disk)
+        disk, devbox.disk = devbox.disk, None
+        if disk is not None:
+            await self._drop_disk(disk)
         self._set(devbox, status)
+
+    async def _drop_disk(self, disk: str) -> None:
+        """A snapshot of a suspended devbox is that devbox's disk: the last of them takes it along."""
+        held = [one.disk for one in self.table.values()]
+        held += [one.backing_id for one in self.snapshots.table.values() if one.status != "deleted"]
+        if disk not in held:
+            with contextlib.suppress(LowtideError):  # a devbox stands on it: it goes with the emulator
+                await self.ground.backing.delete_snapshot(disk)
 
     async def _let_go(self, devbox: Devbox) -> None:
         devbox.cut.set()
@@ -375,12 +389,3 @@ class Devboxes:
 
 def _account(devbox: Devbox) -> str | None:
     return "user" if devbox.user == "user" and users_are_real() else None
-
-
-async def _either(*waiting: Coroutine[Any, Any, Any]) -> None:
-    tasks = [asyncio.ensure_future(one) for one in waiting]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()

@@ -116,6 +116,15 @@ class Execution:
                 await self.ended.wait()
         return self.ended.is_set()
 
+    async def ended_or(self, cut: asyncio.Event) -> None:
+        """Until it has ended, or what it runs in has."""
+        waiting = [asyncio.ensure_future(event.wait()) for event in (self.ended, cut)]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in waiting:
+                one.cancel()
+
     async def send(self, text: str | None, signal: str | None) -> None:
         if not self.stdin:
             raise Refused(400, "this execution was started without attach_stdin")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from lowtide.emulators.fields import TEXT, TEXTS, check_fields
@@ -18,9 +17,10 @@ Begin = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
 class Snapshots:
-    def __init__(self, ground: Ground, begin: Begin) -> None:
+    def __init__(self, ground: Ground, begin: Begin, drop: Callable[[str], Awaitable[None]]) -> None:
         self._ground = ground
         self._begin = begin
+        self._drop = drop
         self.table: dict[str, Snapshot] = {}
 
     def get(self, snapshot_id: str) -> Snapshot:
@@ -63,5 +63,4 @@ class Snapshots:
     async def delete(self, snapshot: Snapshot) -> None:
         snapshot.status = "deleted"
         if snapshot.backing_id is not None:
-            with contextlib.suppress(LowtideError):  # a devbox stands on it: it goes with the emulator
-                await self._ground.backing.delete_snapshot(snapshot.backing_id)
+            await self._drop(snapshot.backing_id)
