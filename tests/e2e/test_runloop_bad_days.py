@@ -141,7 +141,7 @@ def test_a_refused_connection_is_reported_within_three_seconds(emulator: Any) ->
         nowhere = RunloopProvider.connect({"RUNLOOP_API_KEY": "key", "RUNLOOP_BASE_URL": url})
         for call in (lambda: nowhere.create(spec()), lambda: nowhere.get("dbx_1")):
             began = time.monotonic()
-            with pytest.raises((SandboxUnavailableError, RequestTimeoutError)):
+            with pytest.raises(SandboxUnavailableError):
                 run(call())
             assert time.monotonic() - began < 3.0 * 3  # a busy machine
         run(nowhere.aclose())

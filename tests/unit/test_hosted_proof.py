@@ -29,6 +29,10 @@ PAGES = {
 }
 
 
+NAMED = ('{{"status":404,"error":"Not Found","path":"{path}"}}', "application/json")
+"""Daytona's own answers name the path as well: there it tells nothing."""
+
+
 @pytest.fixture(params=sorted(SERVICES))
 async def provider(request: pytest.FixtureRequest, page: str) -> AsyncIterator[Any]:
     """Connected to a proxy whose service is not there."""
@@ -38,7 +42,7 @@ async def provider(request: pytest.FixtureRequest, page: str) -> AsyncIterator[A
     from aiohttp import web
 
     async def answer(asked: web.Request) -> web.Response:
-        words, kind = PAGES[page]
+        words, kind = NAMED if asked.path.startswith("/v1/devboxes/named") else PAGES[page]
         return web.Response(text=words.format(path=asked.path), content_type=kind, status=404)
 
     app = web.Application()
@@ -60,9 +64,10 @@ async def test_a_404_of_somebody_on_the_way_is_no_proof_that_a_sandbox_is_gone(
 ) -> None:
     # Each is proof to somebody: to an end, to a sweep, to the guardian.
     for name, more in (("destroy", ()), ("get", ()), ("renew", (300.0,))):
-        with pytest.raises(errors.LowtideError) as raised:
-            await getattr(provider, name)("abc123", *more)
-        assert not isinstance(raised.value, errors.SandboxNotFoundError | errors.SandboxGone)
+        for sandbox_id in ("abc123", "named") if page == "plain" else ("abc123",):
+            with pytest.raises(errors.LowtideError) as raised:
+                await getattr(provider, name)(sandbox_id, *more)
+            assert not isinstance(raised.value, errors.SandboxNotFoundError | errors.SandboxGone)
 
 
 def test_a_daytona_key_of_another_organisation_is_another_account_whatever_the_environment_says() -> None:

@@ -45,11 +45,12 @@ from lowtide.providers.hosted.access import (
     missing_dependency,
     needs_key,
     needs_sdk,
+    url_of,
     way_of,
 )
 from lowtide.providers.hosted.create import labels_of, only_ipv4, options_of, recovered
 from lowtide.providers.hosted.destroy import End, delete
-from lowtide.providers.hosted.errors import Fault, file_error, is_own, status_of
+from lowtide.providers.hosted.errors import Fault, file_error, is_own, status_of, was_raised_from
 from lowtide.providers.hosted.lookup import explained, until_ready
 from lowtide.providers.hosted.provider import Hosted
 from lowtide.providers.hosted.service import Service, failure_of, let_go, mapped_by, was_lost, within
@@ -84,7 +85,9 @@ __all__ = [
     "recovered",
     "status_of",
     "until_ready",
+    "url_of",
     "was_lost",
+    "was_raised_from",
     "way_of",
     "within",
 ]

@@ -8,6 +8,7 @@ import importlib.util
 import re
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from lowtide import errors
 
@@ -47,6 +48,19 @@ def chosen(
                 provider=provider,
             )
     return found
+
+
+def url_of(text: str, variable: str, provider: str) -> str:
+    """An address of a service, without its last slash. ValidationError where it is none; not quoted: it may have a password."""
+    try:
+        parts = urlsplit(text)
+        fine = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        fine = False
+    if not fine or " " in text:
+        words = f"{variable} is https://HOST or http://HOST:PORT"
+        raise errors.ValidationError(words, argument="base_url", provider=provider)
+    return text.rstrip("/")
 
 
 def account(provider: str, where: str, who: str) -> str:

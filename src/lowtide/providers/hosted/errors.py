@@ -28,6 +28,8 @@ class Fault:
     """More for the error's constructor, as ``reason``."""
     on_path: bool = False
     """Only where a file was asked for. `file_error` has the first word there: this row is for what it leaves."""
+    cause: Of = ()
+    """The class of what it was raised from, at any depth, named as in `of`."""
     own: bool = False
     """Not where somebody on the way has answered in the service's place, as far as the error tells: `is_own`."""
 
@@ -64,6 +66,8 @@ class Table:
         for fault in self.faults:
             if not fault.matches(names, status, text.lower(), path):
                 continue
+            if fault.cause and not was_raised_from(error, fault.cause):
+                continue
             if fault.own and getattr(error, "body", None) is not None and not is_own(error.body):  # type: ignore[attr-defined]
                 continue
             context: dict[str, Any] = {"provider": self.provider, "sandbox_id": sandbox_id, **fault.more}
@@ -81,6 +85,16 @@ class Table:
 def names_of(error: BaseException) -> frozenset[str]:
     """``package.Name`` of its class and of all above it."""
     return frozenset(f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__)
+
+
+def was_raised_from(error: BaseException, kind: Of) -> bool:
+    """Whether one of its causes is such an error."""
+    cause = error.__cause__
+    while cause is not None:
+        if not names_of(cause).isdisjoint(_each(kind)):
+            return True
+        cause = cause.__cause__
+    return False
 
 
 def status_of(error: BaseException | None) -> int | None:

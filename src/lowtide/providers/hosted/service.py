@@ -116,9 +116,8 @@ class Service:
 
 def was_lost(error: errors.LowtideError) -> bool:
     """Whether nobody knows what the request did: its answer is lost, not negative."""
-    return isinstance(error, errors.SandboxUnavailableError | errors.RequestTimeoutError) and not isinstance(
-        error, errors.RateLimitError
-    )
+    silent = isinstance(error, errors.SandboxUnavailableError | errors.RequestTimeoutError)
+    return silent and not isinstance(error, errors.RateLimitError) and not error.nothing_sent
 
 
 async def within(

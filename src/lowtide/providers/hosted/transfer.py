@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import io
 import posixpath
 import secrets
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from typing import BinaryIO
 
 from lowtide import errors
 from lowtide.providers.hosted.service import Service, let_go
@@ -144,6 +146,17 @@ class Counted:
         except BaseException as error:
             self.error = error
             raise
+
+    def read_from(self, file: BinaryIO) -> io.FileIO:
+        """What was put into a file of this machine first, for an SDK that takes no stream: it moves as it is read."""
+        counted = self
+
+        class Moving(io.FileIO):
+            def read(self, size: int | None = -1, /) -> bytes:
+                counted.moved += 1
+                return super().read(-1 if size is None else size)
+
+        return Moving(file.fileno(), closefd=False)
 
     async def watched(
         self,

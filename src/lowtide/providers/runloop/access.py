@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.providers import hosted
 
 if TYPE_CHECKING:
+    import httpx
     from runloop_api_client import AsyncRunloop
 
 PROVIDER = "runloop"
@@ -39,7 +40,7 @@ class Access:
         hosted.needs_sdk(PROVIDER, "Runloop", "runloop_api_client")
         return cls(
             api_key=found["api_key"],
-            base_url=(found["base_url"] or DEFAULT_URL).rstrip("/"),
+            base_url=hosted.url_of(found["base_url"] or DEFAULT_URL, BASE_URL, PROVIDER),
             blueprint=found["blueprint"],
             way=hosted.way_of(environ, _HEADERS),
         )
@@ -67,5 +68,16 @@ class Access:
             base_url=self.base_url,
             max_retries=0,
             timeout=timeout,
-            http_client=DefaultAioHttpClient(base_url=self.base_url, timeout=timeout, limits=limits),
+            http_client=DefaultAioHttpClient(
+                base_url=self.base_url,
+                timeout=timeout,
+                limits=limits,
+                event_hooks={"response": [_not_a_page]},
+            ),
         )
+
+
+async def _not_a_page(response: httpx.Response) -> None:
+    """Runloop never answers with a page; who does, answers in its place. The SDK would take it for a success."""
+    if response.is_success and "html" in response.headers.get("Content-Type", ""):
+        raise ConnectionError("a page came in place of an answer")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shlex
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ WORKING_DIR = LABEL_PREFIX + "cwd"
 _PART = 256 * 1024  # of standard input in one request
 _QUIET_SECONDS = 60.0
 """After so long without a byte the events are asked for anew: a connection that died in silence says nothing else."""
+_BROKEN_SECONDS = 30.0
+"""For so long each of them may break at once; then the way in is opened anew, which has a bound of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,14 +108,15 @@ class ExecutionChannel:
 
     async def _next(self) -> bytes:
         """The next bytes. A stream that drops is read on where it dropped; b"" when the program has left."""
+        broken, why = 0.0, "it ended"
         for delay in hosted.backoff(0.01, 1.0):
             if self._stream is None:
                 await self.attach()
-            over = quiet = False
+            over, began = False, time.monotonic()
             try:
                 while True:
                     event = await anext(self._stream)
-                    if data := str(event.output).encode("utf-8", "surrogateescape"):
+                    if data := (getattr(event, "output", None) or "").encode("utf-8", "surrogateescape"):
                         self._taken += len(data)
                         return data
             except StopAsyncIteration:
@@ -120,12 +124,20 @@ class ExecutionChannel:
             except Exception as error:
                 if hosted.status_of(error) not in (None, 408):  # 408: it holds this answer no longer
                     raise (SERVICE.translated(error, self._sandbox_id) or error) from error
-                quiet = "Timeout" in type(error).__name__
+                why = str(error) or type(error).__name__
             self._stream = None
             if over and await self.left():
                 return b""
-            if not quiet:
-                await asyncio.sleep(delay)
+            if time.monotonic() - began > 1.0:
+                broken = 0.0
+                continue
+            if broken > _BROKEN_SECONDS:
+                words = f"what it prints cannot be read: {why}"
+                raise errors.SandboxUnavailableError(
+                    words, provider=SERVICE.provider, sandbox_id=self._sandbox_id
+                )
+            broken += delay
+            await asyncio.sleep(delay)
         raise AssertionError  # `backoff` has no end
 
     async def attach(self) -> None:

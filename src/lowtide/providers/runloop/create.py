@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from lowtide import errors
 from lowtide.providers import hosted
 from lowtide.providers.base import SandboxSpec
+from lowtide.providers.runloop import lookup
 from lowtide.providers.runloop.access import PROVIDER
 from lowtide.providers.runloop.channel import WORKING_DIR
-from lowtide.providers.runloop.errors import SERVICE
+from lowtide.providers.runloop.errors import SERVICE, UNREACHED
 from lowtide.providers.runloop.options import RunloopOptions, user_parameters
 
 if TYPE_CHECKING:
@@ -64,4 +65,8 @@ def _start(spec: SandboxSpec, options: RunloopOptions, default: str | None) -> d
 async def make(client: AsyncRunloop, asked: dict[str, Any], seconds: float) -> Any:
     """One request, with the lease's id as its own: where the service knows it, one that comes again makes nothing."""
     work = client.devboxes.create(**asked, idempotency_key=asked["name"], timeout=seconds)
-    return await SERVICE.call(seconds, work, "create")
+    try:
+        return lookup.checked(await SERVICE.call(seconds, work, "create"))
+    except errors.SandboxUnavailableError as error:
+        error.nothing_sent = hosted.was_raised_from(error, UNREACHED)
+        raise

@@ -7,6 +7,9 @@ from lowtide.providers.hosted import Fault, Service
 
 _SDK = "runloop_api_client."
 
+UNREACHED = "aiohttp.ClientConnectorError"
+"""There was no connection. What the SDK says of that is a timeout, as it says of everything in between."""
+
 FAULTS = (
     Fault(
         errors.AuthenticationError, status=401, words="Runloop refused the key: set RUNLOOP_API_KEY ({text})"
@@ -16,7 +19,7 @@ FAULTS = (
     Fault(
         errors.SandboxNotFoundError,
         status=404,
-        says="devbox",
+        says=("devbox ", "devbox'", 'devbox"', "devbox:"),  # not the path: who does not know it may name it
         words="no sandbox {sandbox_id} in this Runloop account",
         own=True,
     ),
@@ -25,6 +28,12 @@ FAULTS = (
     Fault(errors.RequestTimeoutError, status=408),
     Fault(errors.SandboxUnavailableError, status=409),
     Fault(errors.SandboxUnavailableError, status=range(500, 600)),
+    Fault(
+        errors.SandboxUnavailableError,
+        of=_SDK + "APIConnectionError",
+        cause=UNREACHED,
+        words="Runloop cannot be reached; is RUNLOOP_BASE_URL right?",
+    ),
     Fault(
         errors.RequestTimeoutError,
         of=(_SDK + "APITimeoutError", "httpx.TimeoutException", "builtins.TimeoutError"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -30,10 +31,25 @@ _LISTED = ("queued", "provisioning", "initializing", "running", "suspending", "s
 What has ended stays in Runloop's lists for ever, and is left out of them by asking for these only."""
 
 
+def checked(view: Any) -> Any:
+    """A DevboxView that can be read: the SDK passes on whatever came. Raises SandboxUnavailableError."""
+    if _readable(view):
+        return view
+    words = "Runloop, or somebody on the way to it, answered with something else than a devbox"
+    raise errors.SandboxUnavailableError(words, provider=SERVICE.provider)
+
+
+def _readable(view: Any) -> bool:
+    found, metadata = getattr(view, "id", None), getattr(view, "metadata", None)
+    return isinstance(found, str) and hosted.is_word(found) and isinstance(metadata or {}, dict)
+
+
 def info_of(view: Any) -> SandboxInfo:
     """From a DevboxView. A status that is new to us is taken for one that holds something."""
     state = _STATES.get(str(view.status), SandboxState.PENDING)
-    created = datetime.fromtimestamp(view.create_time_ms / 1000, UTC) if view.create_time_ms else None
+    created = None
+    with contextlib.suppress(TypeError, ValueError, OverflowError, OSError):  # not a time
+        created = datetime.fromtimestamp(view.create_time_ms / 1000, UTC)
     reason = view.failure_reason if state is SandboxState.FAILED else view.shutdown_reason
     return SandboxInfo(
         sandbox_id=str(view.id),
@@ -48,7 +64,7 @@ async def view_of(client: AsyncRunloop, sandbox_id: str) -> Any:
     """Raises SandboxNotFoundError. Never changes anything."""
     if not hosted.is_word(sandbox_id):
         raise SERVICE.missing(sandbox_id)
-    return await SERVICE.again(lambda: client.devboxes.retrieve(sandbox_id), "get", sandbox_id)
+    return checked(await SERVICE.again(lambda: client.devboxes.retrieve(sandbox_id), "get", sandbox_id))
 
 
 async def settled(client: AsyncRunloop, sandbox_id: str, statuses: tuple[str, ...]) -> SandboxInfo:
@@ -59,7 +75,7 @@ async def settled(client: AsyncRunloop, sandbox_id: str, statuses: tuple[str, ..
     path = f"/v1/devboxes/{sandbox_id}/wait_for_status"
     try:
         waiting = client.post(path, body=body, cast_to=DevboxView)
-        return info_of(await SERVICE.call(_HOLD_SECONDS + 10.0, waiting, "wait", sandbox_id))
+        return info_of(checked(await SERVICE.call(_HOLD_SECONDS + 10.0, waiting, "wait", sandbox_id)))
     except (errors.RequestTimeoutError, errors.SandboxUnavailableError):  # a 408 is how it says: not yet
         return info_of(await view_of(client, sandbox_id))
 
@@ -70,7 +86,9 @@ async def listed(client: AsyncRunloop, labels: Mapping[str, str]) -> AsyncIterat
 
     async def found(status: str) -> list[SandboxInfo]:
         pages = client.devboxes.list(status=status, limit=_PAGE)
-        return [info_of(view) async for view in pages if _is_ours(view.metadata or {}, labels)]
+        return [
+            info_of(view) async for view in pages if _readable(view) and _is_ours(view.metadata or {}, labels)
+        ]
 
     for status in _LISTED:
         for tries in (2, 1, 0):

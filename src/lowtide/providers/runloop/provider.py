@@ -222,8 +222,10 @@ class RunloopProvider(BulkFiles, hosted.Hosted):
             async for chunk in source:
                 await in_thread(partial(file.write, chunk))  # a slow disk holds up nobody else
             file.seek(0)
-            work = client.devboxes.upload_file(sandbox_id, path=path, file=file, timeout=_SEND_SECONDS)
-            await SERVICE.call(_SEND_SECONDS, work, "upload", sandbox_id, path=path)
+            sent = source.read_from(file)
+            work = client.devboxes.upload_file(sandbox_id, path=path, file=sent, timeout=_SEND_SECONDS)
+            sending = SERVICE.call(_SEND_SECONDS, work, "upload", sandbox_id, path=path)
+            await source.watched(sending, service=SERVICE, sandbox_id=sandbox_id)
 
     # -- what Runloop does beyond the primitives
 
