@@ -25,7 +25,7 @@ from lowtide.errors import (
     SandboxUnavailableError,
 )
 from lowtide.lifecycle.lease import Outcome, new_lease_id
-from lowtide.providers.base import Labels, SandboxSpec, SandboxState
+from lowtide.providers.base import Labels, ProcessSpec, SandboxSpec, SandboxState
 from lowtide.providers.runloop import RunloopProvider, create, destroy, lookup
 
 pytestmark = [*needs_emulator, pytest.mark.timeout(300)]
@@ -324,3 +324,23 @@ def test_a_command_under_way_hears_of_a_pause_and_the_next_one_runs(emulator: An
         assert not caught.value.retryable
         box.resume().result(SECONDS)
         assert box.exec(["echo", "again"]).result(SECONDS).stdout == "again\n"
+
+
+def test_what_a_way_in_left_that_was_cut_off_is_in_no_later_ones_way(
+    emulator: Any, provider: RunloopProvider
+) -> None:
+    made = run(provider.create(spec()))
+    run(provider.wait_ready(made.sandbox_id))
+    place = f"/tmp/.lowtide-{provider._doors[made.sandbox_id].name}-"
+    # A pause may come between the file and its first run; after the resume a shell may have the same pid.
+    left = f"for i in $(seq 1 400); do : >{place}$i; chmod 111 {place}$i; done"
+
+    async def said(*argv: str) -> bytes:
+        process = await provider.start_process(made.sandbox_id, ProcessSpec(argv=argv))
+        return b"".join([data async for _, data in process.output()])
+
+    assert run(said("sh", "-c", left)) == b""
+    run(provider.pause(made.sandbox_id))
+    run(provider.resume(made.sandbox_id))
+    assert run(said("echo", "again")) == b"again\n"
+    run(provider.destroy(made.sandbox_id))

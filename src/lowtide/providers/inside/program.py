@@ -70,8 +70,11 @@ def serve_line(architecture: str, name: str) -> str:
 
 
 def text_line(architecture: str, name: str) -> str:
-    """As `serve_line`, for a channel of text that may be opened anew: each try has a file of its own."""
-    path = f"/tmp/.lowtide-{name}-$$"  # noqa: S108 - gone when the program runs
+    """As `serve_line`, for a channel of text that may be opened anew: each try has a file of its own.
+
+    Not by its pid: one that was cut off leaves a file that nobody may write, and after a resume pids come again.
+    """
+    path = f"/tmp/.lowtide-{name}-{secrets.token_hex(4)}"  # noqa: S108 - gone when the program runs
     return f"{_written(architecture, path)}&&exec {path} serve {name} text own"
 
 
