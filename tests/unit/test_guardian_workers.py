@@ -14,6 +14,7 @@ from lowtide.lifecycle.keep import Decision, Fate
 from lowtide.lifecycle.lease import Lease, LeaseState, Outcome, new_lease_id
 from lowtide.lifecycle.owner import Owner
 from lowtide.lifecycle.sqlite_ledger import SqliteLedger
+from lowtide.providers import registry
 from lowtide.providers.base import SandboxSpec
 from lowtide.testing import FaultyService
 from lowtide.testing.faulty import FaultyProvider
@@ -94,3 +95,29 @@ async def test_a_worker_that_does_not_end_keeps_no_guardian(
         async with asyncio.timeout(20):
             await workers.aclose()
         assert not os.path.exists(f"/proc/{worker._process.pid}")
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "foreign"),
+    [
+        ("modal", {"MODAL_TOKEN_ID": "i", "MODAL_TOKEN_SECRET": "s"}, {"MODAL_ENVIRONMENT": "dev"}),
+        ("runloop", {"RUNLOOP_API_KEY": "k"}, {"RUNLOOP_BASE_URL": "http://127.0.0.1:1"}),
+    ],
+)
+def test_what_an_owner_has_not_set_is_not_taken_from_whoever_started_the_guardian(
+    name: str,
+    own: dict[str, str],
+    foreign: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Without this the lease of the one is looked for in the account of the other, or by nobody.
+    provider = registry.provider_class(name).connect(own)
+    foreign = {**foreign, "HTTPS_PROXY": "http://127.0.0.1:9"}
+    for variable, value in foreign.items():
+        monkeypatch.setenv(variable, value)
+    workers = Workers(tmp_path)
+    workers.learn(Credentials(name, provider.account, provider.credentials()))
+    environ = workers._environ((name, provider.account))
+    assert guardian_workers.connect(name, provider.account, environ).account == provider.account
+    assert not foreign.items() & environ.items()

@@ -152,8 +152,10 @@ class Workers:
             await provider.aclose()
 
     def _environ(self, key: tuple[str, str]) -> dict[str, str]:
-        known = self._known.get(key)
-        return {**os.environ, **(known.environ if known else {}), "LOWTIDE_HOME": str(self._path)}
+        """As its owner has it. The guardian's own is that of whoever started it: what the owner has not set goes."""
+        told = self._known[key].environ if key in self._known else {}
+        environ = {**os.environ, **told, "LOWTIDE_HOME": str(self._path)}
+        return {name: value for name, value in environ.items() if value or name not in told}
 
     async def _ask(self, lease: Lease, job: dict[str, Any], account: str | None = None) -> dict[str, Any]:
         key = (lease.provider, account or lease.account)

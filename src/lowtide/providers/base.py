@@ -317,7 +317,10 @@ class Provider(Protocol):
         ...
 
     def credentials(self) -> dict[str, str]:
-        """The environment with which `connect` makes the same provider in another process. Kept in memory only."""
+        """The environment with which `connect` makes the same provider in another process. Kept in memory only.
+
+        A variable that is empty here is taken out there.
+        """
         ...
 
     async def create(self, spec: SandboxSpec) -> SandboxInfo:

@@ -94,9 +94,12 @@ def way_of(environ: Mapping[str, str], *more: str) -> dict[str, str]:
 
 
 def credentials_of(access: Any, known: Mapping[str, str]) -> dict[str, str]:
-    """What `chosen` would choose the same from, elsewhere: every known option, and the way there."""
-    values = {variable: getattr(access, name) for name, variable in known.items() if variable}
-    return {name: value for name, value in {**values, **access.way}.items() if value is not None}
+    """What `chosen` would choose the same from, elsewhere: every known option, and the way there.
+
+    What is not set here is said as empty: elsewhere it may be, and would lead to another account.
+    """
+    values = {variable: getattr(access, name) or "" for name, variable in known.items() if variable}
+    return {**dict.fromkeys(WAY, ""), **values, **access.way}
 
 
 def inside_key(secret: str, lease_id: str) -> bytes:
