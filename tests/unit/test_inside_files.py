@@ -335,3 +335,20 @@ async def test_a_time_no_calendar_has_hides_no_file(client: Client) -> None:
             ("odd", True),
             ("plain", False),
         ]
+
+
+async def test_a_write_that_is_given_up_while_it_starts_leaves_nothing(
+    client: Client, tmp_path: Path
+) -> None:
+    (tmp_path / "old").write_bytes(b"old")
+    await files.stat(client, str(tmp_path))
+    for _ in range(60):
+        writing = asyncio.ensure_future(files.write_file(client, str(tmp_path / "old"), _chunks(b"new")))
+        while client.idle:
+            await asyncio.sleep(0)
+        writing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await writing
+    assert os.listdir(tmp_path) == ["old"]
+    assert (tmp_path / "old").read_bytes() == b"old"
+    assert client.idle

@@ -117,14 +117,20 @@ class Client:
         head = frames.START_HEAD.pack(flags, *size, len(spec.argv), len(environment))
         process = InsideProcess(self, self._number(), spec)
         self._processes[process.number] = process
+        said = False
         try:
             await self._link.room()
             self.tell(frames.START, process.number, head + data)
+            said = True
             await process.started
         except BaseException:
             # Given up while it was starting: nobody would ever end it.
-            process.abandon()
-            self._processes.pop(process.number, None)
+            try:
+                if said and flags == frames.CALL | frames.WANTS_INPUT:
+                    await process.finish_input()
+            finally:
+                process.abandon()
+                self._processes.pop(process.number, None)
             raise
         return process
 
