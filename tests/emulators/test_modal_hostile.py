@@ -206,6 +206,51 @@ def _raw(send: Sender, name: str, data: bytes) -> str:
     return "CLOSED"
 
 
+def test_what_would_only_fail_later_is_refused_when_it_is_asked_for(served: Handle, send: Sender) -> None:
+    """Each was answered as if the sandbox had ended, or never."""
+    start = ROUTER.methods_by_name["TaskExecStart"]
+
+    def command(**more: Any) -> bytes:
+        given = {"task_id": send.box.task_id, "exec_id": "odd", "command_args": ["true"], **more}
+        return bytes(tpb.TaskExecStartRequest(**given).SerializeToString())
+
+    assert send(start, command(command_args=["", "x"])) == "INVALID_ARGUMENT"
+    assert send(start, command(env={"A=B": "c"})) == "INVALID_ARGUMENT"
+    create = CONTROL.methods_by_name["SandboxCreateV2"]
+    assert send(create, send.wanted("").SerializeToString()) == "INVALID_ARGUMENT"
+    odd = send.wanted("true")
+    odd.ephemeral_secrets.contents["A=B"] = "c"
+    assert send(create, odd.SerializeToString()) == "INVALID_ARGUMENT"
+    wait = CONTROL.methods_by_name["SandboxWaitV2"]
+    for never in ("nan", "inf"):
+        asked = pb.SandboxWaitRequest(sandbox_id=send.box.sandbox_id, timeout=float(never))
+        assert send(wait, asked.SerializeToString(), timeout=5) == "INVALID_ARGUMENT"
+
+
+def test_a_header_of_any_bytes_is_answered(served: Handle, send: Sender) -> None:
+    h2 = pytest.importorskip("h2.connection")
+    config = pytest.importorskip("h2.config").H2Configuration(
+        header_encoding=None, validate_outbound_headers=False
+    )
+    host, _, port = send.target.partition(":")
+    connection = h2.H2Connection(config)
+    connection.initiate_connection()
+    head = {":method": "POST", ":scheme": "http", ":authority": send.target, "te": "trailers"}
+    head |= {":path": f"/{CONTROL.full_name}/ClientHello", "content-type": "application/grpc"}
+    token = [(b"x-modal-token-id", b"\xff\xfe"), (b"x-a", b"\xff")]
+    connection.send_headers(1, [(k.encode(), v.encode()) for k, v in sorted(head.items())] + token)
+    connection.send_data(1, bytes(5), end_stream=True)
+    with socket.create_connection((host, int(port)), timeout=20) as raw:
+        raw.sendall(connection.data_to_send())
+        found: dict[bytes, bytes] = {}
+        while b"grpc-status" not in found:
+            data = raw.recv(65536)
+            assert data, "the connection was ended without an answer"
+            for event in connection.receive_data(data):
+                found.update(getattr(event, "headers", ()))
+    assert found[b"grpc-status"] == b"16"
+
+
 def test_bytes_that_are_no_http2_end_the_connection_and_nothing_else(served: Handle, send: Sender) -> None:
     host, _, port = send.target.rpartition(":")
     for data in (

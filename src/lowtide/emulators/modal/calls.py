@@ -7,6 +7,7 @@ import contextlib
 import hmac
 import ipaddress
 import logging
+import math
 import re
 import socket
 import struct
@@ -85,7 +86,7 @@ class Server:
         self._config = Configuration(
             http2_connection_window_size=16 << 20, http2_stream_window_size=16 << 20
         ).__for_server__()
-        self._h2 = H2Configuration(client_side=False, header_encoding="utf-8")
+        self._h2 = H2Configuration(client_side=False, header_encoding="latin-1")  # takes any bytes
 
     def connection(self) -> asyncio.Protocol:
         handler = _Checked(
@@ -231,10 +232,13 @@ class _Serve:
             request = self._kind.FromString(data)
         except (DecodeError, UnicodeDecodeError):
             raise Refused(Status.INVALID_ARGUMENT, "the message cannot be parsed") from None
-        for name, text in _texts(request):
-            if "\0" in text:
+        for name, value in _scalars(request):
+            if isinstance(value, float):
+                if not math.isfinite(value):
+                    raise invalid(name, "is not a number")
+            elif "\0" in value:
                 raise invalid(name, "holds a null byte")
-            if len(text) > LONGEST_TEXT:
+            elif len(value) > LONGEST_TEXT:
                 raise invalid(name, f"is longer than {LONGEST_TEXT} characters")
         return request
 
@@ -278,27 +282,19 @@ def _refusal(error: Exception, operation: str) -> Refused:
     return Refused(Status.INTERNAL, f"internal error: {type(error).__name__}")
 
 
-def _texts(message: Message, path: str = "") -> Iterator[tuple[str, str]]:
-    """Every text in a message, with the name of its field."""
+def _scalars(message: Message, path: str = "") -> Iterator[tuple[str, str | float]]:
+    """Every text and every number that may be none in a message, with the name of its field."""
     for field, value in message.ListFields():
         name = f"{path}{field.name}"
-        is_message = field.type == FieldDescriptor.TYPE_MESSAGE
-        if is_message and field.message_type.GetOptions().map_entry:
-            for key, one in value.items():
-                if isinstance(key, str):
-                    yield name, key
-                if isinstance(one, str):
-                    yield name, one
-                elif isinstance(one, Message):
-                    yield from _texts(one, f"{name}.")
-            continue
-        many = (
-            [value] if isinstance(value, str | bytes | Message) or not hasattr(value, "__iter__") else value
-        )
+        many = [value]
+        if field.type == FieldDescriptor.TYPE_MESSAGE and field.message_type.GetOptions().map_entry:
+            many = [*value.keys(), *value.values()]
+        elif not isinstance(value, str | bytes | Message) and hasattr(value, "__iter__"):
+            many = value
         for one in many:
             if isinstance(one, Message):
-                yield from _texts(one, f"{name}.")
-            elif isinstance(one, str):
+                yield from _scalars(one, f"{name}.")
+            elif isinstance(one, str | float):
                 yield name, one
 
 

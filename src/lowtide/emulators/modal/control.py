@@ -13,7 +13,7 @@ from modal_proto import api_pb2 as pb
 
 from lowtide.emulators.faults import FaultName
 from lowtide.emulators.modal import definition
-from lowtide.emulators.modal.account import NAME
+from lowtide.emulators.modal.account import NAME, check_variables
 from lowtide.emulators.modal.calls import Call
 from lowtide.emulators.modal.images import BUILDER_VERSION
 from lowtide.emulators.modal.model import Box, Result, new_id, tags_of
@@ -204,6 +204,7 @@ class Control:
         sources = [] if first_form else request.secret_sources
         variables = self._secrets.environment(wanted.secret_ids, sources)
         if not first_form:
+            check_variables(request.ephemeral_secrets.contents, "ephemeral_secrets")
             variables.update(request.ephemeral_secrets.contents)
         variables.update(wanted.environment_variables.contents)
         box = Box(
@@ -225,11 +226,11 @@ class Control:
         self._check_name(box)
         slow = take(FaultName.START_SLOW, "modal", facts)
         broken = take(FaultName.CREATE_ERROR_STATE, "modal", facts) is not None
-        await self._emulator.tunnels.open(box)
         try:
+            await self._emulator.tunnels.open(box)
             self._check_name(box)
             self._boxes.create(box, slow=(slow.seconds or 1.0) if slow else 0.0, broken=broken)
-        except Refused:
+        except BaseException:
             self._emulator.tunnels.close(box)
             raise
         return box

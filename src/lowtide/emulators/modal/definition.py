@@ -42,6 +42,8 @@ def checked(given: Any) -> Any:
         raise invalid("definition.idle_timeout_secs", f"must be at most {LONGEST_SECONDS}")
     if wanted.workdir and not wanted.workdir.startswith("/"):
         raise invalid("definition.workdir", "must be absolute")
+    if wanted.entrypoint_args and not wanted.entrypoint_args[0]:
+        raise invalid("definition.entrypoint_args", "names no program")
     if sum(len(word.encode()) for word in wanted.entrypoint_args) > 1 << 16:
         raise invalid("definition.entrypoint_args", f"longer than {1 << 16} bytes together")
     check_variables(wanted.environment_variables.contents, "definition.environment_variables")

@@ -13,6 +13,7 @@ from grpclib import Status
 from modal_proto import task_command_router_pb2 as pb
 
 from lowtide.emulators.faults import FaultName
+from lowtide.emulators.modal.account import check_variables
 from lowtide.emulators.modal.calls import Call
 from lowtide.emulators.modal.executions import Execution
 from lowtide.emulators.modal.model import Box, Result
@@ -52,8 +53,9 @@ class Router:
         if request.container_id:
             raise not_there("sidecar containers")
         words = tuple(request.command_args)
-        if not words:
+        if not words or not words[0]:
             raise invalid("command_args", "is required")
+        check_variables(request.env, "env")
         if not request.exec_id:
             raise invalid("exec_id", "is required")
         if sum(len(word.encode()) for word in words) > LONGEST_COMMAND:

@@ -198,7 +198,10 @@ class Sandboxes:
 
     def _main_ended(self, box: Box) -> None:
         main = box.main
-        if main is None or main.code is None:
+        if main is None or (main.code is None and not main.lost):
+            return
+        if main.code is None:  # nobody knows how
+            self.end(box, Result(status=Result.GENERIC_STATUS_INTERNAL_FAILURE, exitcode=1))
             return
         status = Result.GENERIC_STATUS_SUCCESS if main.code == 0 else Result.GENERIC_STATUS_FAILURE
         self.end(box, Result(status=status, exitcode=main.code))
