@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 from lowtide.arguments import absolute_path as absolute_path
 from lowtide.arguments import argv as argv
@@ -282,7 +283,7 @@ def provider_options(provider: type[Provider], value: Any) -> Any:
     if wanted is None:
         refuse("provider_options", f"are not taken by provider {provider.name!r}: it has none")
     if isinstance(value, wanted):
-        return value
+        return _typed(value)
     if not isinstance(value, Mapping):
         refuse("provider_options", f"must be a {wanted.__name__} or a mapping, not {type(value).__name__}")
     known = getattr(wanted, "__dataclass_fields__", {})
@@ -292,4 +293,24 @@ def provider_options(provider: type[Provider], value: Any) -> Any:
                 "provider_options",
                 f"has no {key!r} for provider {provider.name!r}; known are {', '.join(known)}",
             )
-    return wanted(**value)
+    return _typed(wanted(**value))
+
+
+def _typed(options: Any) -> Any:
+    """The options, each of its declared type: an SDK would fail at another one in the midst of a create."""
+    for name, kind in get_type_hints(type(options)).items():
+        if not _fits(getattr(options, name), kind):
+            said = kind.__name__ if kind in (int, float, str, bool) else str(kind)
+            refuse("provider_options", f"has {name!r}, which must be {said.replace('collections.abc.', '')}")
+    return options
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin, inner = get_origin(kind) or kind, get_args(kind)
+    if origin in (Union, UnionType):
+        return any(_fits(value, one) for one in inner)
+    if origin in (int, float):
+        return isinstance(value, int | origin) and not isinstance(value, bool)
+    if origin in (tuple, Sequence):
+        return isinstance(value, tuple | list) and all(_fits(one, inner[0]) for one in value)
+    return isinstance(value, origin) if origin in (str, bool, NoneType, Mapping) else True

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from lowtide import Sandbox
 from lowtide.emulators.handle import Handle
 from lowtide.errors import AuthenticationError, SandboxFailedError, SandboxGone, ValidationError
 from lowtide.providers.base import Labels, SandboxSpec
-from lowtide.providers.modal import ModalProvider
+from lowtide.providers.modal import ModalProvider, lookup
 
 pytestmark = [*needs_emulator, pytest.mark.timeout(300)]
 
@@ -217,3 +218,55 @@ assert local.exec(["echo", "1"]).result().stdout + box.exec(["echo", "2"]).resul
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert running(modal) == []
+
+
+@pytest.mark.parametrize("name", ["sandbox", "task-2"])
+def test_an_environment_that_is_not_there_proves_nothing_of_a_sandbox(modal: Handle, name: str) -> None:
+    async def destroy(sandbox_id: str, **more: str) -> bool:
+        provider = ModalProvider.connect({**modal.environment, **more})
+        try:
+            return await provider.destroy(sandbox_id)
+        finally:
+            await provider.aclose()
+
+    with Sandbox.run(provider="modal") as box:
+        assert box.exec(["true"]).result(SECONDS).returncode == 0
+        with pytest.raises(ValidationError, match=name):
+            asyncio.run(destroy(str(box.sandbox_id), MODAL_ENVIRONMENT=name))
+        assert len(running(modal)) == 1
+
+
+def test_a_dockerfile_that_changed_is_built_again(modal: Handle, tmp_path: Path) -> None:
+    path = tmp_path / "Dockerfile"
+    for word in ("one", "two"):
+        path.write_text(f"FROM python:3.11\nENV WORD={word}\n")
+        with Sandbox.run(provider="modal", provider_options={"dockerfile": str(path)}) as box:
+            assert box.exec(["printenv", "WORD"]).result(SECONDS).stdout == f"{word}\n"
+    path.unlink()
+    with pytest.raises(ValidationError, match="dockerfile") as caught:
+        Sandbox.run(provider="modal", provider_options={"dockerfile": str(path)})
+    assert caught.value.argument == "dockerfile"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"container_image": "python:3.11\nRUN touch /odd"},
+        {"provider_options": {"image": "python:3.11"}},
+        {"provider_options": {"secrets": ("word",)}},
+        {"provider_options": {"idle_timeout_seconds": 0}},
+    ],
+)
+def test_what_the_sdk_cannot_take_is_refused_before_it_is_asked(modal: Handle, given: Any) -> None:
+    with pytest.raises(ValidationError):
+        Sandbox.run(provider="modal", **given)
+    assert running(modal) == []
+
+
+def test_an_id_that_is_none_is_not_believed(modal: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the create made is found by its name instead."""
+    monkeypatch.setattr(lookup, "LONGEST_ID", 3)
+    before = len(modal.calls("sandbox-get-from-name"))
+    with Sandbox.run(provider="modal") as box:
+        assert box.exec(["echo", "found"]).result(SECONDS).stdout == "found\n"
+    assert len(modal.calls("sandbox-get-from-name")) > before

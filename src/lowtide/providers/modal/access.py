@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lowtide.engine import at_the_very_end
 from lowtide.providers import hosted
-from lowtide.providers.modal.errors import PROVIDER, SERVICE
+from lowtide.providers.modal.errors import PROVIDER, SERVICE, WORKSPACE
 
 ID, SECRET, ENVIRONMENT, URL = "MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET", "MODAL_ENVIRONMENT", "MODAL_SERVER_URL"
 APP = "LOWTIDE_MODAL_APP"
+PROFILE, CONFIG = "MODAL_PROFILE", "MODAL_CONFIG_PATH"
 DEFAULT_APP = "lowtide"
 _OPTIONS = {"token_id": ID, "token_secret": SECRET, "environment": ENVIRONMENT, "server_url": URL, "app": APP}
 _LOOKUP_SECONDS = 30.0
@@ -40,11 +42,12 @@ class Access:
         if not token_id or not token_secret:
             missing = [name for name in ("token_id", "token_secret") if not found[name]]
             raise hosted.needs_key("Modal", PROVIDER, *(_OPTIONS[name] for name in missing))
+        profile = _profile(environ)
         return cls(
             token_id=token_id,
             token_secret=token_secret,
-            environment=found["environment"],
-            server_url=found["server_url"],
+            environment=found["environment"] or profile.get("environment"),
+            server_url=found["server_url"] or profile.get("server_url"),
             app=found["app"] or DEFAULT_APP,
             way=hosted.way_of(environ),
         )
@@ -56,10 +59,23 @@ class Access:
         return hosted.account(PROVIDER, where, self.token_id)
 
     def credentials(self) -> dict[str, str]:
-        return hosted.credentials_of(self, _OPTIONS)
+        # All of it said: a file that is another one by then must not lead the guardian elsewhere.
+        return {**hosted.credentials_of(self, _OPTIONS), CONFIG: os.devnull, PROFILE: ""}
 
     def key(self, lease_id: str) -> bytes:
         return hosted.inside_key(self.token_secret, lease_id)
+
+
+def _profile(environ: Mapping[str, str]) -> dict[str, str]:
+    """What the SDK's own file says, as the SDK reads it; nothing where there is none, or where it makes no sense."""
+    try:
+        with open(environ.get(CONFIG) or os.path.expanduser("~/.modal.toml"), "rb") as file:
+            profiles = {name: one for name, one in tomllib.load(file).items() if isinstance(one, dict)}
+    except (OSError, ValueError):
+        return {}
+    active = next((name for name, one in profiles.items() if one.get("active") is True), "default")
+    said = profiles.get(environ.get(PROFILE) or active, {})
+    return {name: value for name, value in said.items() if isinstance(value, str) and value}
 
 
 class Connection:
@@ -97,7 +113,7 @@ class Connection:
             access.app, create_if_missing=True, environment_name=access.environment, client=client
         )
         try:
-            app = await SERVICE.call(_LOOKUP_SECONDS, looking, "app")
+            app = await WORKSPACE.call(_LOOKUP_SECONDS, looking, "app")
         except BaseException:
             await _close(client)
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 from lowtide import errors
@@ -23,8 +24,12 @@ def arguments(spec: SandboxSpec, key: bytes) -> tuple[tuple[str, ...], dict[str,
     """The main process and the keywords of the create call. Identity and both ends are inside this one request."""
     options = hosted.options_of(spec, ModalOptions, PROVIDER)
     timeout = options.timeout_seconds
-    if not 1 <= timeout <= LONGEST_SECONDS:
-        raise _wrong("timeout_seconds", f"must be from 1 to {LONGEST_SECONDS}")
+    for name, seconds in (
+        ("timeout_seconds", timeout),
+        ("idle_timeout_seconds", options.idle_timeout_seconds),
+    ):
+        if seconds is not None and not 1 <= seconds <= LONGEST_SECONDS:
+            raise _wrong(name, f"must be from 1 to {LONGEST_SECONDS}")
     lifetime = math.ceil(min(spec.lifetime_seconds or DEFAULT_LIFETIME_SECONDS, timeout))
     given: dict[str, Any] = {
         "name": spec.lease_id,
@@ -61,11 +66,19 @@ def image(modal: Any, spec: SandboxSpec) -> tuple[Any, Any]:
     said = [one for one in (spec.image, options.image, options.dockerfile) if one is not None]
     if len(said) > 1:
         raise _wrong("image", "a sandbox has one image: container_image, image or dockerfile")
+    if not all(isinstance(one, modal.Secret) for one in options.secrets):
+        raise _wrong("secrets", "must be modal.Secret objects")
     if options.image is not None:
+        if not isinstance(options.image, modal.Image):
+            raise _wrong("image", "must be a modal.Image; the name of one goes in container_image")
         return options.image, None
     if options.dockerfile is not None:
-        return modal.Image.from_dockerfile(options.dockerfile), ("dockerfile", options.dockerfile)
+        if not os.path.isfile(options.dockerfile):
+            raise _wrong("dockerfile", f"there is no file {options.dockerfile}")
+        return modal.Image.from_dockerfile(options.dockerfile), None  # it may be another one next time
     if spec.image is not None:
+        if len(spec.image.split()) != 1:  # it becomes a line of a Dockerfile
+            raise _wrong("container_image", "the name of an image has no spaces")
         return modal.Image.from_registry(spec.image), ("registry", spec.image)
     return modal.Image.debian_slim(python_version=DEFAULT_PYTHON), ("default",)
 

@@ -8,6 +8,7 @@ from lowtide.providers.hosted import Fault, Service
 PROVIDER = "modal"
 
 _TOKEN = "{text}: set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET to a token of this workspace"  # noqa: S105 - no token
+_UNREADABLE = "Modal's answer makes no sense: {text}"
 _THROTTLED = ("too many requests", "rate limit", "throttle")
 
 FAULTS = (
@@ -17,16 +18,12 @@ FAULTS = (
     Fault(errors.ValidationError, of="modal.NotFoundError", more={"argument": "provider_options"}),
     Fault(errors.RateLimitError, of="modal.ResourceExhaustedError", says=_THROTTLED),
     Fault(errors.ResourceExhaustedError, of="modal.ResourceExhaustedError"),
+    Fault(errors.SandboxUnavailableError, of="modal.InvalidError", says="does not start with", words=_UNREADABLE),
+    Fault(errors.SandboxUnavailableError, of="google.DecodeError", words=_UNREADABLE),
     Fault(errors.ValidationError, of=("modal.InvalidError", "modal.ImageBuildError"), more={"argument": "container_image"}),
     Fault(
         errors.UnsupportedError,
-        of=("modal.NotImplementedError", "modal.UnimplementedError"),
-        says="not implemented",
-        more={"feature": "what was asked for", "alternative": "another provider"},
-    ),
-    Fault(
-        errors.UnsupportedError,
-        of="modal.Error",
+        of=("modal.Error", "modal.NotImplementedError", "modal.UnimplementedError"),
         says="not implemented",
         more={"feature": "what was asked for", "alternative": "another provider"},
     ),
@@ -38,3 +35,7 @@ FAULTS = (
 )  # fmt: skip
 
 SERVICE = Service(PROVIDER, "Modal", FAULTS)
+
+_OF_A_SANDBOX = (errors.SandboxNotFoundError, errors.SandboxGone)
+WORKSPACE = Service(PROVIDER, "Modal", [fault for fault in FAULTS if fault.kind not in _OF_A_SANDBOX])
+"""Calls about no sandbox: an environment or a secret named ``sandbox`` that is not there proves nothing of one."""

@@ -27,7 +27,7 @@ from lowtide.providers.inside import Clients
 from lowtide.providers.modal import create, lookup
 from lowtide.providers.modal.access import Access, Connection
 from lowtide.providers.modal.channel import ExecChannel, open_channel
-from lowtide.providers.modal.errors import PROVIDER, SERVICE
+from lowtide.providers.modal.errors import PROVIDER, SERVICE, WORKSPACE
 from lowtide.providers.modal.options import LONGEST_SECONDS, ModalOptions
 
 _CREATE_SECONDS = 120.0  # an image may have to be pulled
@@ -111,7 +111,7 @@ class ModalProvider(hosted.Hosted):
         async def make(seconds: float) -> SandboxInfo:
             try:
                 work = modal.Sandbox.create.aio(*words, app=app, client=client, image=image, **given)
-                made = await SERVICE.call(seconds, work, "create")
+                made = await WORKSPACE.call(seconds, work, "create")
             except SandboxUnavailableError as error:
                 if not isinstance(error.__cause__, modal.exception.AlreadyExistsError):
                     raise
@@ -119,6 +119,8 @@ class ModalProvider(hosted.Hosted):
                 if found is None:
                     raise
                 return found
+            if not hosted.is_word(made.object_id) or len(made.object_id) > lookup.LONGEST_ID:
+                raise SandboxUnavailableError("Modal's answer names no sandbox", provider=PROVIDER)
             self._keep(made, spec.lease_id)
             found = self._made[made.object_id] = lookup.info(made.object_id, given["tags"], None)
             if spec.command is None:
