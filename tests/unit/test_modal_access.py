@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import socket
 from pathlib import Path
 
 import pytest
-from google.protobuf.message import DecodeError
 
 from lowtide import Sandbox, errors
-from lowtide.providers.modal import ModalOptions, ModalProvider
+from lowtide.providers.modal import ModalOptions, ModalProvider, access
 from lowtide.providers.modal.access import Access
 from lowtide.providers.modal.errors import SERVICE
 
@@ -43,7 +44,8 @@ def test_a_file_that_says_nothing_is_no_error(tmp_path: Path, text: str) -> None
 
 
 def test_an_answer_that_cannot_be_read_is_a_fault_of_the_service() -> None:
-    found = SERVICE.translated(DecodeError("Error parsing message"))
+    message = pytest.importorskip("google.protobuf.message")
+    found = SERVICE.translated(message.DecodeError("Error parsing message"))
     assert isinstance(found, errors.SandboxUnavailableError)
 
 
@@ -72,3 +74,19 @@ def test_an_option_of_a_wrong_type_is_refused_before_anything_is_made(
     with pytest.raises(errors.ValidationError, match=next(iter(given))) as caught:
         Sandbox.run(provider="modal", provider_options=form(given))  # type: ignore[operator]
     assert caught.value.argument == "provider_options"
+
+
+async def test_a_server_that_cannot_be_reached_is_given_up_at_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The SDK alone tries for a minute to connect."""
+    pytest.importorskip("modal")
+    monkeypatch.setattr(access, "_LOOKUP_SECONDS", 0.2)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nobody listens
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        provider = ModalProvider.connect({**TOKEN, "MODAL_SERVER_URL": url})
+        async with asyncio.timeout(25):
+            with pytest.raises(errors.RequestTimeoutError):
+                await provider.get("sb-1")
+            await provider.aclose()

@@ -12,7 +12,7 @@ from typing import Any
 
 from lowtide.engine import at_the_very_end
 from lowtide.providers import hosted
-from lowtide.providers.modal.errors import PROVIDER, SERVICE, WORKSPACE
+from lowtide.providers.modal.errors import PROVIDER, WORKSPACE
 
 ID, SECRET, ENVIRONMENT, URL = "MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET", "MODAL_ENVIRONMENT", "MODAL_SERVER_URL"
 APP = "LOWTIDE_MODAL_APP"
@@ -107,13 +107,15 @@ class Connection:
         url = access.server_url or modal.config.config["server_url"]
         # Not from the environment: the SDK reads that when it is imported, and keeps one client for all.
         client = modal.Client(url, 1, (access.token_id, access.token_secret))
-        with SERVICE.mapped():
-            await client.__aenter__()
-        looking = modal.App.lookup.aio(
-            access.app, create_if_missing=True, environment_name=access.environment, client=client
-        )
+
+        async def looked_up() -> Any:
+            await client.__aenter__()  # connects, and tries that again for a minute
+            return await modal.App.lookup.aio(
+                access.app, create_if_missing=True, environment_name=access.environment, client=client
+            )
+
         try:
-            app = await WORKSPACE.call(_LOOKUP_SECONDS, looking, "app")
+            app = await WORKSPACE.call(_LOOKUP_SECONDS, looked_up(), "app")
         except BaseException:
             await _close(client)
             raise
