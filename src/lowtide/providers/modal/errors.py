@@ -9,6 +9,7 @@ PROVIDER = "modal"
 
 _TOKEN = "{text}: set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET to a token of this workspace"  # noqa: S105 - no token
 _UNREADABLE = "Modal's answer makes no sense: {text}"
+_ELSEWHERE = {"feature": "what was asked for", "alternative": "another provider"}
 _THROTTLED = ("too many requests", "rate limit", "throttle")
 
 FAULTS = (
@@ -21,12 +22,7 @@ FAULTS = (
     Fault(errors.SandboxUnavailableError, of="modal.InvalidError", says="does not start with", words=_UNREADABLE),
     Fault(errors.SandboxUnavailableError, of="google.DecodeError", words=_UNREADABLE),
     Fault(errors.ValidationError, of=("modal.InvalidError", "modal.ImageBuildError"), more={"argument": "container_image"}),
-    Fault(
-        errors.UnsupportedError,
-        of=("modal.Error", "modal.NotImplementedError", "modal.UnimplementedError"),
-        says="not implemented",
-        more={"feature": "what was asked for", "alternative": "another provider"},
-    ),
+    Fault(errors.UnsupportedError, of=("modal.Error", "modal.NotImplementedError"), says="not implemented", more=_ELSEWHERE),
     Fault(errors.RequestTimeoutError, of=("modal.TimeoutError", "builtins.TimeoutError"), words="Modal did not answer in time: {text}"),
     Fault(errors.SandboxUnavailableError, of="modal.AlreadyExistsError"),
     Fault(errors.SandboxFailedError, of="modal.ConflictError", more={"reason": "refused"}),
