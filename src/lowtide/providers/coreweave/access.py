@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
-from lowtide.errors import ValidationError
 from lowtide.providers import hosted
 from lowtide.providers.coreweave.errors import DOMAIN, SERVICE
 from lowtide.providers.hosted.grpc_calls import Connections
@@ -35,13 +33,7 @@ class Access:
         if not found["api_key"]:
             raise hosted.needs_key("CoreWeave", PROVIDER, KEY)
         hosted.needs_sdk(PROVIDER, "CoreWeave", "cwsandbox")
-        url = (found["base_url"] or DEFAULT_URL).rstrip("/")
-        if not _is_address(url):
-            raise ValidationError(  # not quoted: it may have a password
-                f"{URL} is https://HOST or http://HOST:PORT, without a name, a path or anything else",
-                argument="base_url",
-                provider=PROVIDER,
-            )
+        url = hosted.url_of(found["base_url"] or DEFAULT_URL, URL, PROVIDER, host_alone=True)
         way = hosted.way_of(environ, "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH", "grpc_proxy", "no_grpc_proxy")
         return cls(api_key=found["api_key"], base_url=url, image=found["image"], way=way)
 
@@ -54,15 +46,6 @@ class Access:
 
     def inside_key(self, lease_id: str) -> bytes:
         return hosted.inside_key(self.api_key, lease_id)
-
-
-def _is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        more = parts.path or parts.query or parts.fragment or parts.username or parts.password
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not more
-    except ValueError:  # a port that is none, a bracket that is not closed
-        return False
 
 
 def messages() -> Any:

@@ -50,17 +50,21 @@ def chosen(
     return found
 
 
-def url_of(text: str, variable: str, provider: str) -> str:
+def url_of(text: str, variable: str, provider: str, *, host_alone: bool = False) -> str:
     """An address of a service, without its last slash. ValidationError where it is none; not quoted: it may have a password."""
+    url = text.rstrip("/")
     try:
-        parts = urlsplit(text)
+        parts = urlsplit(url)
         fine = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        fine = False
-    if not fine or " " in text:
+        more = parts.path or parts.query or parts.fragment or parts.username or parts.password
+    except ValueError:  # a port that is none, a bracket that is not closed
+        fine, more = False, ""
+    if not fine or " " in text or (host_alone and more):
         words = f"{variable} is https://HOST or http://HOST:PORT"
+        if host_alone:
+            words += ", without a name, a path or anything else"
         raise errors.ValidationError(words, argument="base_url", provider=provider)
-    return text.rstrip("/")
+    return url
 
 
 def account(provider: str, where: str, who: str) -> str:
