@@ -58,10 +58,9 @@ class Control:
         return made
 
     async def EnvironmentList(self, request: Any, call: Call) -> Any:
+        built = {"image_builder_version": BUILDER_VERSION}
         items = [
-            pb.EnvironmentListItem(
-                name=name, environment_id=found, default=name == "main", image_builder_version=BUILDER_VERSION
-            )
+            _message(pb.EnvironmentListItem, name=name, environment_id=found, default=name == "main", **built)
             for name, found in self._account.environments.items()
         ]
         return pb.EnvironmentListResponse(items=items)
@@ -201,7 +200,7 @@ class Control:
         app = self._account.app_by_id(request.app_id)
         wanted = definition.checked(request.definition)
         tags = definition.checked_tags(request.tags)
-        sources = [] if first_form else request.secret_sources
+        sources = () if first_form else getattr(request, "secret_sources", ())  # not in 1.5
         variables = self._secrets.environment(wanted.secret_ids, sources)
         if not first_form:
             check_variables(request.ephemeral_secrets.contents, "ephemeral_secrets")
@@ -254,7 +253,7 @@ class Control:
     async def SandboxGetFromNameV2(self, request: Any, call: Call) -> Any:
         app = self._account.app(request.app_name, request.environment_name)
         found = self._boxes.named(app.app_id, request.sandbox_name)
-        if not found or (found[0].is_over and not request.include_terminated):
+        if not found or (found[0].is_over and not getattr(request, "include_terminated", False)):
             raise not_found("Sandbox", f"with name {request.sandbox_name!r}")
         return pb.SandboxGetFromNameResponse(sandbox_id=found[0].sandbox_id, metadata=found[0].metadata())
 
@@ -345,8 +344,10 @@ class Control:
                 item = pb.TaskLogs(
                     data=data.decode(errors="replace"), file_descriptor=request.file_descriptor
                 )
-                yield pb.TaskLogsBatch(items=[item], entry_id=str(offset), sandbox_id=box.sandbox_id)
-        yield pb.TaskLogsBatch(entry_id=str(offset), eof=True, sandbox_id=box.sandbox_id)
+                yield _message(
+                    pb.TaskLogsBatch, items=[item], entry_id=str(offset), sandbox_id=box.sandbox_id
+                )
+        yield _message(pb.TaskLogsBatch, entry_id=str(offset), eof=True, sandbox_id=box.sandbox_id)
 
     async def SandboxStdinWrite(self, request: Any, call: Call) -> Any:
         box = self._boxes.get(request.sandbox_id)
