@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from pathlib import Path
 
@@ -121,3 +122,22 @@ def test_what_an_owner_has_not_set_is_not_taken_from_whoever_started_the_guardia
     environ = workers._environ((name, provider.account))
     assert guardian_workers.connect(name, provider.account, environ).account == provider.account
     assert not foreign.items() & environ.items()
+
+
+def test_nor_is_the_engine_or_the_cluster_another_owners(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = tmp_path / "config"
+    named = {"name": "c", "cluster": {"server": "https://127.0.0.1:1"}}
+    context = {"name": "x", "context": {"cluster": "c"}}
+    cluster.write_text(json.dumps({"clusters": [named], "contexts": [context], "current-context": "x"}))
+    foreign = {"DOCKER_TLS_VERIFY": "1", "DOCKER_CERT_PATH": "/nowhere", "HTTPS_PROXY": "http://127.0.0.1:9"}
+    own = {"docker": {"DOCKER_HOST": "tcp://127.0.0.1:1"}, "kubernetes": {"KUBECONFIG": str(cluster)}}
+    for variable, value in foreign.items():
+        monkeypatch.setenv(variable, value)
+    workers = Workers(tmp_path)
+    for name in own:
+        provider = registry.provider_class(name).connect(own[name])
+        workers.learn(Credentials(name, "account", provider.credentials()))
+    assert not foreign.keys() & workers._environ(("kubernetes", "account")).keys() - {*list(foreign)[:2]}
+    assert not foreign.keys() & workers._environ(("docker", "account")).keys() - {"HTTPS_PROXY"}

@@ -119,7 +119,7 @@ class DockerProvider(Calls):
         return self._account
 
     def credentials(self) -> dict[str, str]:
-        return dict(self._environ)
+        return {**dict.fromkeys(KEEP, ""), **self._environ}
 
     async def client(self) -> EngineClient:
         """One per event loop: a forked child or another loop gets its own."""
