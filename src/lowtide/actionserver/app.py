@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
 from _operator import _compare_digest as compare_digest  # hmac would load OpenSSL for it
 
 from lowtide.actionserver import files
+from lowtide.actionserver.checks import is_seconds
 from lowtide.actionserver.executor import Conflict, Executor
-from lowtide.actionserver.http import MAX_UPLOAD_BYTES, HttpError, Request, Response, multipart_file
-from lowtide.actionserver.models import DEFAULT_SESSION, Action, InvalidAction, Observation
+from lowtide.actionserver.http import HttpError, Request, Response, multipart_file
+from lowtide.actionserver.models import DEFAULT_SESSION, Action, InvalidAction
+from lowtide.actionserver.output import Pieces
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -51,6 +54,7 @@ class App:
             given = request.headers.get("x-session-api-key", "")
             if not compare_digest(given.encode("latin-1", "replace"), self._key):
                 raise HttpError(403, "the header X-Session-API-Key is missing or wrong")
+            request.trust()
             self._used = time.monotonic()
         if route is None:
             if any(path == request.path for _, path in self._routes):
@@ -61,16 +65,23 @@ class App:
             route(request, response)
         except (InvalidAction, files.BadPath) as error:
             raise HttpError(400, str(error)) from None
+        except UnicodeEncodeError as error:
+            raise HttpError(400, f"half a character where text was expected, at {error.start}") from None
+        except files.TooLarge as error:
+            raise HttpError(413, str(error)) from None
         except FileNotFoundError as error:
             raise HttpError(404, f"there is no {error.filename}") from None
         except PermissionError as error:
             raise HttpError(403, f"the sandbox's user may not open {error.filename}") from None
         except Conflict as error:
             raise HttpError(409, str(error)) from None
-        except (IsADirectoryError, NotADirectoryError, FileExistsError) as error:
-            raise HttpError(409, f"{error.filename}: {error.strerror}") from None
         except (HttpError, ConnectionError):
             raise
+        except OSError as error:  # a directory in the way, a name too long, a full disk: it is the sandbox's
+            if error.errno is None or error.strerror is None:
+                raise
+            status = {errno.ENAMETOOLONG: 400, errno.ENOSPC: 507, errno.EDQUOT: 507}.get(error.errno, 409)
+            raise HttpError(status, f"{error.filename or request.path}: {error.strerror}") from None
         except Exception as error:
             import traceback
 
@@ -112,31 +123,27 @@ class App:
     def _stream(self, action: Action, response: Response) -> None:
         """Output as it appears, as events of an SSE stream; the last event is the observation."""
         import codecs
-        from _queue import SimpleQueue
 
-        queue: SimpleQueue[bytes | Observation | Exception] = SimpleQueue()
+        pieces = Pieces()
 
         def work() -> None:
             try:
-                queue.put(self.executor.execute(action, queue.put))
+                pieces.end(self.executor.execute(action, pieces.put))
             except Exception as error:
-                queue.put(error)
+                pieces.end(error)
 
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         threading.Thread(target=work, name="action", daemon=True).start()
-        item = queue.get()
+        item = pieces.get()
         if isinstance(item, Exception):
             raise item
         response.begin("text/event-stream")
-        while isinstance(item, bytes):
-            more: Any = b""
-            while not queue.empty() and len(item) < 1 << 20:  # many small pieces become one event
-                more = queue.get()
-                if not isinstance(more, bytes):
-                    break
-                item += more
-            self._event(response, "output", {"text": decoder.decode(item)})
-            item = queue.get() if isinstance(more, bytes) else more
+        try:
+            while isinstance(item, bytes):
+                self._event(response, "output", {"text": decoder.decode(item)})
+                item = pieces.get()
+        finally:
+            pieces.stop()  # whoever listened has left: nothing more is kept for it
         if isinstance(item, Exception):
             self._event(response, "error", {"detail": str(item)})
         else:
@@ -151,11 +158,17 @@ class App:
 
     def _cancel(self, request: Request, response: Response) -> None:
         body = request.json()
-        name = body.get("session", DEFAULT_SESSION) if isinstance(body, dict) else DEFAULT_SESSION
+        if not isinstance(body, dict):
+            raise HttpError(400, "what to cancel is a JSON object")
+        name, grace = body.get("session", DEFAULT_SESSION), body.get("grace_seconds", 2.0)
+        if not isinstance(name, str):
+            raise HttpError(400, "session must be a string")
+        if not is_seconds(grace):
+            raise HttpError(400, f"grace_seconds may not be {grace!r}")
         session = self.executor.sessions.get(name)
         if session is None or session.running is None:
             raise HttpError(409, f"no command is running in session {name!r}")
-        session.interrupt(float(body.get("grace_seconds", 2.0)))
+        session.interrupt(float(grace))
         response.reply(200, {"cancelled": True})
 
     def _list_sessions(self, request: Request, response: Response) -> None:
@@ -205,8 +218,8 @@ class App:
                 for piece in parts:
                     assert isinstance(piece, bytes)
                     size += len(piece)
-                    if size > MAX_UPLOAD_BYTES:
-                        raise HttpError(413, f"an upload may have {MAX_UPLOAD_BYTES >> 30} GiB at most")
+                    if size > files.MAX_UPLOAD_BYTES:
+                        raise files.TooLarge(f"an upload may have {files.MAX_UPLOAD_BYTES >> 30} GiB at most")
                     file.write(piece)
             if recursive:
                 files.extract_zip(temporary, destination)
@@ -219,19 +232,22 @@ class App:
 
     def _download(self, request: Request, response: Response) -> None:
         path = files.absolute(request.query.get("path", ""))
-        os.stat(path)
         raw = request.query.get("raw", "") in ("1", "true")
-        if raw and not os.path.isfile(path):
-            raise HttpError(409, f"{path} is no plain file; without raw it comes as a zip")
-        with open(
-            path if os.path.isfile(path) else "/dev/null", "rb"
-        ) as file:  # 403 before the answer begins
-            response.begin("application/octet-stream" if raw else "application/zip")
-            if raw:
-                while piece := file.read(1 << 18):
+        if not raw and os.path.isdir(path):
+            os.scandir(path).close()  # 403 before the answer begins
+            response.begin("application/zip")
+            files.write_zip(path, response)  # type: ignore[arg-type]
+        else:
+            try:
+                file = files.open_plain(path)
+            except IsADirectoryError:
+                raise HttpError(409, f"{path} is no plain file; without raw it comes as a zip") from None
+            with file:
+                response.begin("application/octet-stream" if raw else "application/zip")
+                if not raw:
+                    files.write_zip(path, response)  # type: ignore[arg-type]
+                while raw and (piece := file.read(1 << 18)):
                     response.write(piece)
-            else:
-                files.write_zip(path, response)  # type: ignore[arg-type]
         response.end()
 
     def _connection_token(self, request: Request, response: Response) -> None:

@@ -170,12 +170,11 @@ class Executor:
 
     def _read(self, action: Read) -> Observation:
         path = files.resolve(action.path, self.cwd())
-        media = _MEDIA.get(os.path.splitext(path)[1].lower())
+        media = files.media_type(path)
         if media is not None and os.path.isfile(path):
             import base64
 
-            with open(path, "rb") as file:
-                data = base64.b64encode(file.read(files.MAX_TEXT_BYTES)).decode()
+            data = base64.b64encode(files.read_bytes(path)).decode()
             return ReadObservation(path=path, content=f"data:{media};base64,{data}")
         text = files.read_text(path)
         start, end = action.start, action.end
@@ -263,19 +262,6 @@ class Executor:
     def cwd(self, name: str = DEFAULT_SESSION) -> str:
         session = self.sessions.get(name)
         return session.shell.cwd if session is not None else self.working_dir
-
-
-_MEDIA = {
-    ".png": "image/png",
-    ".jpg": "image/jpeg",
-    ".jpeg": "image/jpeg",
-    ".gif": "image/gif",
-    ".webp": "image/webp",
-    ".bmp": "image/bmp",
-    ".pdf": "application/pdf",
-    ".mp4": "video/mp4",
-    ".webm": "video/webm",
-}
 
 
 def _username() -> str:

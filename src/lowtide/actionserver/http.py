@@ -6,8 +6,10 @@ The standard library's own server imports the mail package and takes longer to l
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import threading
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_JSON_BYTES = 96 << 20
-MAX_UPLOAD_BYTES = 16 << 30
+MAX_STRANGERS = 100
+_LINGER_SECONDS = 2.0
+_PAUSE = 0.02
 
 _REASONS = {
     200: "OK",
@@ -29,6 +33,7 @@ _REASONS = {
     431: "Request Header Fields Too Large",
     500: "Internal Server Error",
     503: "Service Unavailable",
+    507: "Insufficient Storage",
 }
 
 
@@ -43,7 +48,14 @@ class HttpError(Exception):
 class Request:
     """One request; its body is read by `json` or `read`, or skipped."""
 
-    def __init__(self, method: str, target: str, headers: dict[str, str], source: IO[bytes]) -> None:
+    def __init__(
+        self,
+        method: str,
+        target: str,
+        headers: dict[str, str],
+        source: IO[bytes],
+        on_trust: Callable[[], None] = lambda: None,
+    ) -> None:
         self.method = method
         self.path, _, query = target.partition("?")
         self.query = _parse_query(query)
@@ -51,10 +63,16 @@ class Request:
         self._source = source
         self._chunked = headers.get("transfer-encoding", "").lower() == "chunked"
         length = headers.get("content-length", "0")
-        if not length.isdigit():
+        if not (length.isascii() and length.isdigit() and len(length) < 20):
             raise HttpError(400, "Content-Length must be a number")
         self._left = 0 if self._chunked else int(length)
         self._ended = False
+        self.trusted, self._on_trust = False, on_trust
+
+    def trust(self) -> None:
+        """It came with the key."""
+        self.trusted = True
+        self._on_trust()
 
     def json(self) -> Any:
         if self._left > MAX_JSON_BYTES:
@@ -69,17 +87,19 @@ class Request:
             pieces.append(piece)
         try:
             return json.loads(b"".join(pieces))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise HttpError(400, f"the body is no JSON: {error}") from None
 
     def read(self, size: int) -> bytes:
         """At most `size` bytes of the body; empty at its end."""
         if self._chunked and self._left == 0 and not self._ended:
             line = self._source.readline(64)
-            try:
-                self._left = int(line.split(b";")[0].strip() or b"x", 16)
-            except ValueError:
-                raise HttpError(400, "the body is not chunked as it says") from None
+            size_word = line.split(b";")[0].strip()
+            # int() also takes signs and underscores, and a negative size would mean "to the end".
+            if not 0 < len(size_word) <= 15 or size_word.strip(b"0123456789abcdefABCDEF"):
+                self._ended = True
+                raise HttpError(400, "the body is not chunked as it says")
+            self._left = int(size_word, 16)
             if self._left == 0:
                 self._ended = True
                 while self._source.readline(MAX_HEAD_BYTES).strip():
@@ -96,11 +116,13 @@ class Request:
 
     def skip(self) -> bool:
         """Read what is left of the body. False when that is too much to wait for."""
-        if self._left > MAX_JSON_BYTES:
-            return False
-        while self.read(1 << 20):
-            pass
-        return True
+        limit = MAX_JSON_BYTES if self.trusted else MAX_HEAD_BYTES
+        while self._left <= limit:
+            piece = self.read(1 << 16)
+            if not piece:
+                return True
+            limit -= len(piece)
+        return False
 
 
 class Response:
@@ -139,26 +161,88 @@ class Response:
         self._connection.sendall(head.encode() + body)
 
 
+class _Strangers:
+    """Connections on which no key has come yet. There may be so many: the oldest one makes way for a new one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._connections: dict[socket.socket, None] = {}
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = min(MAX_STRANGERS, limit // 4) if limit > 0 else MAX_STRANGERS
+
+    def add(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._connections[connection] = None
+            crowded = len(self._connections) > self._most
+        if crowded:
+            self.end_oldest()
+
+    def remove(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._connections.pop(connection, None)
+
+    def end_oldest(self) -> None:
+        with self._lock:
+            oldest = next(iter(self._connections), None)
+            if oldest is None:
+                return
+            del self._connections[oldest]
+            try:
+                oldest.shutdown(socket.SHUT_RDWR)  # its thread reads the end, and closes it
+            except OSError:
+                pass
+
+
 def serve(listener: socket.socket, handle: Callable[[Request, Response], None]) -> None:
-    """For ever."""
+    """For ever, also where descriptors, threads or memory run out: then for those that are there."""
+    strangers = _Strangers()
     while True:
-        connection, _ = listener.accept()
-        threading.Thread(target=_converse, args=(connection, handle), name="connection", daemon=True).start()
+        connection = None
+        try:
+            connection, _ = listener.accept()
+            strangers.add(connection)
+            threading.Thread(
+                target=_converse, args=(connection, strangers, handle), name="connection", daemon=True
+            ).start()
+        except (OSError, RuntimeError, MemoryError):
+            if connection is not None:
+                strangers.remove(connection)
+                connection.close()
+            strangers.end_oldest()
+            time.sleep(_PAUSE)
 
 
-def _converse(connection: socket.socket, handle: Callable[[Request, Response], None]) -> None:
+def _converse(
+    connection: socket.socket, strangers: _Strangers, handle: Callable[[Request, Response], None]
+) -> None:
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         source: IO[bytes] = connection.makefile("rb", 1 << 16)  # type: ignore[assignment]
-        while _one(connection, source, handle):
+        while _one(connection, source, strangers, handle):
             pass
+        _linger(connection)
     except (OSError, ValueError):
         pass  # the other end has left
     finally:
+        strangers.remove(connection)
         connection.close()
 
 
-def _one(connection: socket.socket, source: IO[bytes], handle: Callable[[Request, Response], None]) -> bool:
+def _linger(connection: socket.socket) -> None:
+    """What is still coming is taken for a while: the kernel would throw the answer away with it."""
+    connection.shutdown(socket.SHUT_WR)
+    connection.settimeout(_LINGER_SECONDS)
+    deadline = time.monotonic() + _LINGER_SECONDS
+    while time.monotonic() < deadline and connection.recv(1 << 16):
+        pass
+
+
+def _one(
+    connection: socket.socket,
+    source: IO[bytes],
+    strangers: _Strangers,
+    handle: Callable[[Request, Response], None],
+) -> bool:
     """One request and its answer. False when the connection is over."""
     response = Response(connection, keep=False)
     try:
@@ -167,7 +251,7 @@ def _one(connection: socket.socket, source: IO[bytes], handle: Callable[[Request
             return False
         method, target, version, headers = head
         response.keep = version != "HTTP/1.0" and headers.get("connection", "").lower() != "close"
-        request = Request(method, target, headers, source)
+        request = Request(method, target, headers, source, lambda: strangers.remove(connection))
         if headers.get("expect", "").lower() == "100-continue":
             connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
@@ -178,7 +262,8 @@ def _one(connection: socket.socket, source: IO[bytes], handle: Callable[[Request
             response.reply(error.status, {"detail": str(error)})
         return response.keep and request.skip()
     except HttpError as error:
-        response.reply(error.status, {"detail": str(error)})
+        if not response.begun:  # else what is left of its body is at fault, and it has its answer
+            response.reply(error.status, {"detail": str(error)})
         return False
 
 
@@ -242,7 +327,7 @@ def multipart_file(request: Request) -> Iterator[bytes | str]:
         return bool(piece)
 
     while True:
-        while delimiter not in data and more():
+        while delimiter not in data and len(data) < MAX_HEAD_BYTES and more():
             pass
         at = data.find(delimiter)
         if at < 0 or data.startswith(delimiter + b"--", at):

@@ -8,6 +8,7 @@ Arguments that are not known here are ignored, so that a newer client is still u
 from __future__ import annotations
 
 from lowtide.actionserver import VERSION
+from lowtide.actionserver.checks import is_seconds, is_text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing and dataclasses are not loaded inside: they cost as much as all the rest
@@ -115,21 +116,24 @@ class Action(Model):
         for name in self._fields:
             value, default = getattr(self, name), getattr(type(self), name, "")
             if name in ("timeout", "no_change_timeout"):
-                right = value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
-                if right and value is not None and not value >= 0:
-                    right = False
+                right = value is None or is_seconds(value)
             elif isinstance(default, bool):
                 right = isinstance(value, bool)
             elif isinstance(default, int):
                 right = isinstance(value, int)
-            elif name in ("view_range", "insert_line"):
-                right = value is None or isinstance(value, (int, list))
+            elif name == "insert_line":
+                right = value is None or type(value) is int
+            elif name == "view_range":
+                right = value is None or isinstance(value, (list, tuple))
             else:
                 right = value is None or isinstance(value, str)
             if not right:
                 raise InvalidAction(f"{self.kind}: {name} may not be {value!r}")
-            if isinstance(value, str) and name != "content" and "\0" in value:
-                raise InvalidAction(f"{self.kind}: {name} may not contain a NUL character")
+            if isinstance(value, str):
+                if name != "content" and "\0" in value:
+                    raise InvalidAction(f"{self.kind}: {name} may not contain a NUL character")
+                if not is_text(value):
+                    raise InvalidAction(f"{self.kind}: {name} is no text: it has half a character")
 
 
 class Run(Action):
@@ -277,6 +281,10 @@ class Observation(Model):
         if "metadata" in values:
             known = {k: v for k, v in values["metadata"].items() if k in Metadata._fields}
             values["metadata"] = Metadata(**known)
+            if type(values["metadata"].exit_code) is not int:
+                raise InvalidAction(f"an exit code may not be {values['metadata'].exit_code!r}")
+        if not isinstance(data.get("content", ""), str):
+            raise InvalidAction("the content of an observation is text")
         for name in ("files", "results"):
             if name in values:
                 values[name] = tuple(values[name])

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
 HEAD_BYTES = 64 << 10
 TAIL_BYTES = 256 << 10
+WAITING_BYTES = 32 << 20
+_PIECE = 1 << 20
 
 
 class HeadTail:
@@ -61,6 +69,51 @@ class HeadTail:
         excess = len(self._tail) - self._tail_limit
         self._forgotten += excess
         del self._tail[:excess]
+
+
+class Pieces:
+    """Output on its way to a listener, and at last an end: what a slow listener has not taken is bounded."""
+
+    def __init__(self, limit: int = WAITING_BYTES) -> None:
+        self._limit = limit
+        self._changed = threading.Condition()
+        self._held = bytearray()
+        self._left_out = 0
+        self._stopped = False
+        self._end: Any = None
+
+    def put(self, data: bytes) -> None:
+        """Never waits: whoever has it holds a lock that commands need."""
+        with self._changed:
+            if self._stopped:
+                return
+            room = self._limit - len(self._held) if not self._left_out else 0
+            self._held += data[: max(0, room)]
+            self._left_out += len(data) - max(0, min(room, len(data)))
+            self._changed.notify()
+
+    def end(self, item: Any) -> None:
+        with self._changed:
+            self._end = item
+            self._changed.notify()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopped, self._held = True, bytearray()
+
+    def get(self) -> Any:
+        """Bytes, as many as there are up to a bound; the end when there are no more."""
+        with self._changed:
+            while not self._held and self._end is None:
+                self._changed.wait()
+            if not self._held:
+                return self._end
+            data = bytes(self._held[:_PIECE])
+            del self._held[:_PIECE]
+            if self._left_out and not self._held:
+                data += b"\n[... %d bytes of output left out here ...]\n" % self._left_out
+                self._left_out = 0
+            return data
 
 
 def text(taken: tuple[bytes, int, bytes]) -> str:
