@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 
-from lowtide.actionserver.interpreter import Interpreters, Missing
+from lowtide.actionserver.interpreter import Interpreters, Missing, load_drivers
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ def main() -> int:
 
     ``{"given_up": [id, …]}`` interrupts that code, or takes it out of the queue.
     """
+    load_drivers()  # while the file that holds them is there
     directory = tempfile.mkdtemp(prefix=".lowtide-code-")
     interpreters = Interpreters(directory, dict(os.environ))
     lock = threading.Lock()

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shutil
 import signal
 import sys
 import threading
 import time
 
+from lowtide.actionserver.descriptors import readable
 from lowtide.actionserver.models import IPythonObservation
 from lowtide.actionserver.output import HeadTail, text
 from lowtide.actionserver.processes import end_session
+from lowtide.actionserver.shell import quote
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
 _INTERRUPT_SECONDS = 3.0
+_MAX_ANSWER = 64 << 20
 LANGUAGES = {
     "python": "python",
     "py": "python",
@@ -34,6 +36,21 @@ LANGUAGES = {
 
 class Missing(RuntimeError):
     """The image has no interpreter for that language; the message says how to get one."""
+
+
+_DRIVERS: dict[str, bytes] = {}
+
+
+def load_drivers() -> None:
+    """Into memory, once."""
+    if _DRIVERS:
+        return
+    from lowtide.actionserver import drivers
+
+    loader: Any = drivers.__loader__  # pkgutil takes ten times as long to load
+    place = os.path.dirname(str(drivers.__file__))
+    names = ("bash.sh", "javascript.js", "kernel.py", "plain.py")
+    _DRIVERS.update({name: loader.get_data(os.path.join(place, name)) for name in names})
 
 
 class Interpreters:
@@ -85,15 +102,15 @@ class Interpreter:
 
     def run(self, code: str, cwd: str, seconds: float | None, given_up: int | None = None) -> dict[str, Any]:
         with self._turn:
-            if given_up is not None and select.select([given_up], [], [], 0)[0]:
+            if given_up is not None and readable([given_up], 0.0):
                 return {}  # before its turn came
             if self._process is None:
                 self._start(cwd)
             changed = cwd if cwd != self._cwd else None
             self._cwd = cwd
             if self._kind == "bash":
-                prefix = f"cd -- '{cwd}'\n" if changed and "'" not in cwd else ""
-                self._send((prefix + code).encode("utf-8", "surrogateescape") + b"\0")
+                prefix = f"cd -- {quote(cwd)}\n" if changed else ""
+                self._send(_bytes(prefix + code.replace("\0", "")) + b"\0")  # bash leaves a NUL out, too
             else:
                 self._send(json.dumps({"code": code, "cwd": changed}).encode() + b"\n")
             answer = self._collect(seconds, given_up)
@@ -113,7 +130,7 @@ class Interpreter:
         process, self._process = self._process, None
         if process is None:
             return
-        for descriptor in (self._requests, self._answers):
+        for descriptor in (self._requests, self._answers, self._over):
             os.close(descriptor)
         if self._kind != "bash":  # a kernel is in a session of its own: its driver ends it
             try:
@@ -144,10 +161,16 @@ class Interpreter:
                 pass_fds=(theirs, told),
                 start_new_session=True,
             )
+        except BaseException:
+            os.close(self._requests)
+            os.close(self._answers)
+            raise
         finally:
             os.close(theirs)
             os.close(told)
         self._cwd = cwd
+        self._over, over = os.pipe()
+        threading.Thread(target=_tell_end, args=(self._process, over), name="driver", daemon=True).start()
 
     def _command(self) -> list[str]:
         path = self._environment.get("PATH")
@@ -160,12 +183,11 @@ class Interpreter:
 
     def _driver(self, name: str) -> str:
         """The driver as a file: it is inside an archive."""
-        import pkgutil
-
         path = os.path.join(self._directory, name)
         if not os.path.exists(path):
-            data = pkgutil.get_data("lowtide.actionserver.drivers", name)
-            assert data is not None
+            load_drivers()
+            data = _DRIVERS[name]
+            os.makedirs(self._directory, mode=0o700, exist_ok=True)
             temporary = f"{path}.{os.urandom(4).hex()}"
             with open(temporary, "wb") as file:
                 file.write(data)
@@ -183,7 +205,7 @@ class Interpreter:
         outputs = {self._process.stdout.fileno(): HeadTail(), self._process.stderr.fileno(): HeadTail()}
         held = dict.fromkeys(outputs, b"")
         waiting = set(outputs)
-        answer = b""
+        answer, answers = bytearray(), [self._answers]
         mark = b"\x1e" + self._mark + b"\x1f"
         deadline = None if seconds is None else time.monotonic() + seconds
         interrupted = False
@@ -196,8 +218,15 @@ class Interpreter:
                 os.killpg(self._process.pid, signal.SIGINT)
                 deadline = time.monotonic() + _INTERRUPT_SECONDS
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            watched = [*waiting, self._answers, *([] if given_up is None else [given_up])]
-            ready = select.select(watched, [], [], left)[0]
+            watched = [*waiting, *answers, self._over, *([] if given_up is None else [given_up])]
+            ready = readable(watched, left)
+            if self._over in ready:  # also when its children hold the pipes
+                self._drain(outputs)
+                if answers and readable(answers, 0.0):
+                    answer += os.read(self._answers, 1 << 16)
+                if answer.startswith(b'{"missing"') and answer.endswith(b"\n"):
+                    return dict(json.loads(answer))
+                return self._ended(outputs, interrupted)
             if given_up in ready:
                 ready.remove(given_up)
                 given_up, deadline = None, time.monotonic()
@@ -208,9 +237,10 @@ class Interpreter:
                     if answer.startswith(b'{"missing"') and answer.endswith(b"\n"):
                         return dict(json.loads(answer))
                     if not data:
-                        waiting.clear()
-                        self._drain(outputs)
-                        return self._ended(outputs, interrupted)
+                        answers.clear()  # the code has closed it: it is heard no more, and may run on
+                    if len(answer) > _MAX_ANSWER:
+                        self.close()
+                        return self._ended(outputs, interrupted, "its results are too large")
                     continue
                 if not data:
                     waiting.discard(descriptor)
@@ -225,17 +255,24 @@ class Interpreter:
                 outputs[descriptor].append(data[: len(data) - keep])
                 held[descriptor] = data[len(data) - keep :]
         else:
-            return self._answered(json.loads(answer), outputs, interrupted)
+            told = _checked(bytes(answer))
+            if told is not None:
+                return self._answered(told, outputs, interrupted)
+            self.close()  # the code has written into the driver's own pipe: no later answer could be believed
+            return self._ended(outputs, interrupted, "its answer makes no sense")
         self.close()
         return self._ended(outputs, interrupted)
 
     def _drain(self, outputs: dict[int, HeadTail]) -> None:
+        """What the driver wrote before its end: no more than a pipe holds, its children may go on."""
         for descriptor, output in outputs.items():
-            while select.select([descriptor], [], [], 0)[0]:
+            left = 1 << 17
+            while left > 0 and readable([descriptor], 0.0):
                 data = os.read(descriptor, 1 << 16)
                 if not data:
                     break
                 output.append(data)
+                left -= len(data)
 
     def _answered(
         self, answer: dict[str, Any], outputs: dict[int, HeadTail], interrupted: bool
@@ -247,12 +284,14 @@ class Interpreter:
         out, err = (text(output.take()) for output in outputs.values())
         return {"stdout": out, "stderr": err, "timed_out": interrupted, **answer}
 
-    def _ended(self, outputs: dict[int, HeadTail], interrupted: bool) -> dict[str, Any]:
-        """The driver is gone, or was ended because an interrupt did not help."""
+    def _ended(
+        self, outputs: dict[int, HeadTail], interrupted: bool, why: str = "it did not react to an interrupt"
+    ) -> dict[str, Any]:
+        """The driver is gone, or was ended, and that is `why`."""
         process = self._process
         code = process.wait() if process is not None else None
         self.close()
-        said = "it did not react to an interrupt" if code is None else f"it ended with exit code {code}"
+        said = why if code is None else f"it ended with exit code {code}"
         error = {
             "name": "InterpreterEnded",
             "value": f"{said}; the next code starts a new one, without its state",
@@ -280,7 +319,7 @@ def observation(code: str, result: dict[str, Any]) -> IPythonObservation:
     for bundle in result["results"]:
         for kind in ("image/png", "image/jpeg"):
             if kind in bundle:
-                images.append(f"data:{kind};base64,{bundle[kind].strip()}")
+                images.append(f"data:{kind};base64,{str(bundle[kind]).strip()}")
         said.append(str(bundle.get("text/plain", "")))
     error = result["error"]
     if error is not None:
@@ -295,6 +334,38 @@ def observation(code: str, result: dict[str, Any]) -> IPythonObservation:
         error=error,
         image_urls=images or None,
     )
+
+
+def _checked(answer: bytes) -> dict[str, Any] | None:
+    """A driver's answer, or None for something else: it shares its process with the code it runs."""
+    try:
+        told = json.loads(answer)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(told, dict):
+        return None
+    if type(told.get("status")) is int:
+        return {"status": told["status"]}
+    count, results, error = (told.get(name) for name in ("execution_count", "results", "error"))
+    if not isinstance(results, list) or not all(isinstance(bundle, dict) for bundle in results):
+        return None
+    if error is not None:
+        if not isinstance(error, dict):
+            return None
+        error = {name: str(error.get(name, "")) for name in ("name", "value", "traceback")}
+    return {"execution_count": count if type(count) is int else None, "results": results, "error": error}
+
+
+def _tell_end(process: Any, over: int) -> None:
+    process.wait()
+    os.close(over)
+
+
+def _bytes(code: str) -> bytes:
+    try:
+        return code.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return code.encode("utf-8", "surrogatepass")
 
 
 def _found(program: str, path: str | None, fix: str) -> str:

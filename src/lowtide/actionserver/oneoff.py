@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import select
 import threading
 import time
 
+from lowtide.actionserver.descriptors import readable
 from lowtide.actionserver.output import HeadTail
 from lowtide.actionserver.processes import end_session
 from lowtide.actionserver.shell import ENVIRONMENT, Outcome
@@ -53,8 +53,8 @@ def run(
         open_ends = [source, over_read]
         while True:
             left = None if hard is None else max(0.0, began + hard - time.monotonic())
-            ready = select.select(open_ends, [], [], left)[0]
-            if not ready:
+            ready = readable(open_ends, left)
+            if not ready and left == 0.0:
                 end_session(process.pid, _GRACE_SECONDS)
                 suffix = f"\n[Ended after {hard:g} seconds.]"
                 break

@@ -42,6 +42,7 @@ def main() -> int:
     _hide()
     app = App(config["key"], directory, working_dir, config.get("editor_port", EDITOR_PORT))
     config.clear()
+    _load()
     http.serve(listener, app.handle)
     return 0
 
@@ -51,6 +52,13 @@ def _detach(log: int) -> None:
     os.dup2(null, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
+
+
+def _load() -> None:
+    """Everything that this file holds, while it is there: commands that tidy up /tmp take it away."""
+    from lowtide.actionserver import editor, interpreter, oneoff, resources, terminal  # noqa: F401
+
+    interpreter.load_drivers()
 
 
 def _hide() -> None:

@@ -25,7 +25,7 @@ def shown(value: Any) -> dict[str, Any]:
             bundle[mime] = getattr(value, method)()
     if hasattr(value, "_repr_png_") and not isinstance(value, type):
         bundle["image/png"] = base64.b64encode(value._repr_png_()).decode()
-    return {mime: data for mime, data in bundle.items() if data is not None}
+    return {mime: str(data) for mime, data in bundle.items() if data is not None}
 
 
 def run(code: str, count: int) -> list[dict[str, Any]]:
@@ -49,6 +49,7 @@ def main(requests: int, answers: int, mark: str) -> None:
     os.set_inheritable(requests, False)
     os.set_inheritable(answers, False)
     sys.argv = [""]
+    own = os.getpid()
     for count, line in enumerate(os.fdopen(requests, "r", encoding="utf-8"), 1):
         request = json.loads(line)
         answer: dict[str, Any] = {"execution_count": count, "results": [], "error": None}
@@ -62,13 +63,20 @@ def main(requests: int, answers: int, mark: str) -> None:
                 frames = frames.tb_next
             told = "".join(traceback.format_exception(type(error), error, frames))
             answer["error"] = {"name": type(error).__name__, "value": str(error), "traceback": told}
+        if os.getpid() != own:  # a child that the code forked and did not end: it has no answer to give
+            os._exit(0)
         for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
             try:
                 stream.flush()
             except (OSError, ValueError, AttributeError):
                 pass
-            os.write(number, f"\036{mark}\037".encode())
-        os.write(answers, (json.dumps(answer) + "\n").encode())
+            _write(number, f"\036{mark}\037".encode())
+        _write(answers, (json.dumps(answer) + "\n").encode())
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 if __name__ == "__main__":
