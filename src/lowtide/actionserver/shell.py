@@ -28,18 +28,21 @@ ENVIRONMENT = {"TERM": "xterm", "PAGER": "cat", "GIT_PAGER": "cat", "MANPAGER": 
 KEYS = {"C-c": b"\x03", "C-d": b"\x04", "C-z": b"\x1a", "C-\\": b"\x1c"}
 
 _OPEN, _CLOSE = b"\x1e", b"\x1f"
+_MARK_BYTES = 8192
+"""A path has 4,096 at most."""
 
 _RC = """\
 [ -r /etc/bash.bashrc ] && . /etc/bash.bashrc
 [ -r ~/.bashrc ] && . ~/.bashrc
 __lt_s=0 __lt_c= __lt_k=x __lt_i=0 __lt_f=0
-__lt_m() {{ builtin printf '\\036%s;%s;%s;%s;%s;%s\\037' {nonce} "$1" "$__lt_i" "$2" "$$" "$PWD" >/dev/tty; }}
+__lt_m() {{ builtin printf '\\036%s;%s;%s;%s;%s;%s\\037' {nonce} "$1" "$__lt_i" "$2" "$$" "${{PWD-}}" >/dev/tty; }}
 __lt_p() {{
   __lt_s=$?
   PS1= PS2=
+  [[ -t 0 ]] || exec 0</dev/tty
   if [[ $__lt_i != "$__lt_f" ]]; then
     __lt_f=$__lt_i
-    while IFS= read -r -t 0 && IFS= read -r -t 0.1 __lt_c; do :; done
+    while IFS= builtin read -r -t 0 && IFS= builtin read -r -t 0.1 __lt_c; do :; done
   fi
   __lt_m p "$__lt_s"
   return "$__lt_s"
@@ -62,7 +65,7 @@ __lt_s=0 __lt_k=x
 """
 # The colon: after a command with an open quote, bash does not take the first word it reads as a reserved one.
 _LINE = """\
-:;{{ __lt_i={number}; PROMPT_COMMAND='{{ __lt_p; }} 2>/dev/null'; IFS= read -r -d '' __lt_c <{directory}/command; [[ $- == *e* ]] || __lt_q; }} 2>/dev/null; eval "$__lt_c"
+:;{{ __lt_i={number}; [[ ${{PROMPT_COMMAND-}} == '{{ __lt_p; }} 2>/dev/null' ]] || PROMPT_COMMAND='{{ __lt_p; }} 2>/dev/null'; IFS= builtin read -r -d '' __lt_c <{directory}/command || __lt_c='(exit 126)'; [[ $- == *e* ]] || __lt_q; }} 2>/dev/null; builtin eval "$__lt_c"
 """
 
 
@@ -107,7 +110,8 @@ class Shell:
         self._output = HeadTail()
         self._began = self._heard = 0.0
         self._leaving: int | None = None
-        self._welcomed = False
+        self.welcomed = False
+        """This bash has given its first prompt."""
         self._continued = False
         self._done: Outcome | None = None
         self._unseen: Outcome | None = None
@@ -135,6 +139,7 @@ class Shell:
 
     def begin(self, command: str, now: float) -> bytes:
         """What the file `command` must hold before `line` is written to the terminal."""
+        content = command.encode("utf-8", "surrogateescape") + b"\0"  # first: it may be no text
         self._number += 1
         self.command, self.at_prompt = command, False
         self._began = self._heard = now
@@ -145,7 +150,7 @@ class Shell:
                 f"{self._done.text}[Output of this command:]\n"
             )
         self._leaving, self._continued, self._done, self.forced_exit_code = None, False, None, None
-        return command.encode("utf-8", "surrogateescape") + b"\0"
+        return content
 
     def take_back(self) -> None:
         """The file could not be written, so `line` was not: the shell stands where it stood before `begin`."""
@@ -165,6 +170,10 @@ class Shell:
         while data:
             at = data.find(self._mark)
             end = data.find(_CLOSE, at) if at >= 0 else -1
+            if at >= 0 and (end - at > _MARK_BYTES or (end < 0 and len(data) - at > _MARK_BYTES)):
+                shown.append(self._heard_output(data[: at + 1], now))
+                data = data[at + 1 :]  # no mark of ours is so long: somebody has forged its beginning
+                continue
             if end < 0:  # no mark, or not all of it
                 cut = at if at >= 0 else len(data) - self._beginning_of_mark(data)
                 shown.append(self._heard_output(data[:cut], now))
@@ -183,7 +192,7 @@ class Shell:
         note = "" if orderly else _REPLACED.format(cwd=self.cwd)
         self._finish(status if self._leaving is None else self._leaving, now, note)
         self._leaving = None
-        self.at_prompt = self._welcomed = self.over = False
+        self.at_prompt = self.welcomed = self.over = False
         return orderly
 
     def end_mark(self) -> bytes:
@@ -210,9 +219,9 @@ class Shell:
             times.append(max(self._heard, since) + soft)
         return min(times) if times else None
 
-    def refused(self, command: str, now: float) -> Outcome:
-        """A new command while another one runs."""
-        outcome = self._still(now, "")
+    def refused(self, command: str, now: float, *, watched: bool) -> Outcome:
+        """A new command while another one runs. The output stays with the request that waits for it, if any does."""
+        outcome = self.taken_over(now) if watched else self._still(now, "")
         outcome.suffix = (
             f"\n[{first_line(command)!r} was not run: the previous command is still running "
             f"({first_line(self.command or '')!r}). {_HOW}]"
@@ -248,27 +257,31 @@ class Shell:
         return before + ("[Output since the last look:]\n" if self._continued else "")
 
     def _heard_output(self, data: bytes, now: float) -> bytes:
-        if data and self._welcomed:
+        if data and self.welcomed:
             self._heard = now
             self._output.append(data)
             return data
         return b""  # what start-up files print is no command's output
 
     def _marked(self, fields: bytes, now: float) -> None:
-        kind, number, status, pid, cwd = fields.split(b";", 4)
+        try:
+            kind, number_text, status_text, pid_text, cwd = fields.split(b";", 4)
+            number, status, pid = int(number_text), int(status_text), int(pid_text)
+        except ValueError:
+            return  # forged: what runs in the shell can read the nonce
         if kind == b"e":
             self.over = True
             return
-        self.cwd = cwd.decode("utf-8", "surrogateescape")
-        self.pid = int(pid)
+        self.cwd = cwd.decode("utf-8", "surrogateescape") or self.cwd
+        self.pid = pid
         if kind == b"p":
-            if self.command is not None and int(number) != self._number:
+            if self.command is not None and number != self._number:
                 return  # a prompt from before this command, for a line that somebody typed too late
             self._leaving = None
-            self.at_prompt = self._welcomed = True
-            self._finish(int(status), now)
+            self.at_prompt = self.welcomed = True
+            self._finish(status, now)
             return
-        self._leaving = int(status)
+        self._leaving = status
         if kind == b"g":
             self._output.drop_end(b"exit\n")  # an interactive bash says so
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _READ = 1 << 16
+_LONGEST_LINE = 4095
+_FAILED_STARTS = 3
+"""So often bash may end before its first prompt; then its start-up files are at fault."""
 _LINE_BYTES = 1024
 """At a time into the terminal, so that a write never blocks once there is room."""
 
@@ -70,10 +73,12 @@ class Terminal:
         with self._changed:
             self._wait_for_prompt()
             if self.shell.command is not None:
-                return self.shell.refused(command, time.monotonic())
+                return self.shell.refused(command, time.monotonic(), watched=self._waiting > 0)
             self._sane()
             content = self.shell.begin(command, time.monotonic())
             try:
+                # Again: what runs here may have tidied up all of /tmp.
+                os.makedirs(self.shell.directory, mode=0o700, exist_ok=True)
                 _write_file(f"{self.shell.directory}/command", content)
             except OSError:
                 self.shell.take_back()
@@ -104,7 +109,9 @@ class Terminal:
                 return None
             if self.shell.command is None:
                 return self._wait(soft, hard, listener)
-            self._write(KEYS[keys] if keys in KEYS else keys.encode("utf-8", "surrogateescape") + b"\n")
+            typed = KEYS[keys] if keys in KEYS else keys.encode("utf-8", "surrogateescape") + b"\n"
+            self._check_lines(typed)
+            self._write(typed)
             if self._waiting:  # whoever waits sees what comes of it
                 return self.shell.taken_over(time.monotonic())
             return self._wait(soft, hard, listener)
@@ -159,14 +166,17 @@ class Terminal:
         ready = self._changed.wait_for(
             lambda: self.shell.at_prompt or self.shell.command is not None or self._closed, START_SECONDS
         )
-        if not ready or self._closed:
+        if not ready:
             raise NoShell(f"bash gave no prompt within {START_SECONDS:g} seconds; look at its start-up files")
+        if self._closed:
+            raise NoShell("bash ended before its first prompt; look at its start-up files")
 
     def _start(self) -> None:
         directory = self.shell.directory
         bash = shutil.which("bash", path=self._environment.get("PATH")) or "/bin/bash"
         if not os.path.exists(bash):
             raise NoShell("there is no bash in this image; install it, e.g. apt-get install bash")
+        os.makedirs(directory, mode=0o700, exist_ok=True)
         _write_file(f"{directory}/rc", self.shell.rc())
         master, slave = os.openpty()
         _set_modes(slave)
@@ -191,14 +201,17 @@ class Terminal:
 
     def _read(self) -> None:
         """The session's thread: everything the terminal says, and a new bash whenever one has ended."""
+        failed = 0
         while True:
             status = self._read_until_end()
             with self._changed:
+                failed = 0 if self.shell.welcomed else failed + 1
                 orderly = self.shell.ended(status, time.monotonic())
                 os.close(self._master)
                 os.close(self._slave)
                 self._master = self._slave = -1
-                if self._closed:
+                if self._closed or failed >= _FAILED_STARTS:
+                    self._closed = True
                     self._changed.notify_all()
                     return
                 state, restore = (f"{self.shell.directory}/{name}" for name in ("state", "restore"))
@@ -251,11 +264,26 @@ class Terminal:
     def _write(self, data: bytes) -> None:
         while data:
             try:
-                if not select.select([], [self._master], [], 0.0)[1]:
+                ready = select.poll()  # select() ends at descriptor 1,024
+                ready.register(self._master, select.POLLOUT)
+                if not ready.poll(0):
                     raise InputFull("the command reads none of its input, and no more fits")
                 data = data[os.write(self._master, data[:_LINE_BYTES]) :]
             except (OSError, ValueError):
                 return  # bash has ended; its outcome says so
+
+    def _check_lines(self, data: bytes) -> None:
+        """A terminal that hands over whole lines drops what of a longer one does not fit."""
+        longest = max(map(len, data.split(b"\n")))
+        try:
+            whole_lines = termios.tcgetattr(self._master)[3] & termios.ICANON
+        except termios.error:
+            return
+        if whole_lines and longest >= _LONGEST_LINE:
+            raise InputFull(
+                f"a line of input may have {_LONGEST_LINE - 1} bytes at most; put it into a file, and let the "
+                "command read that"
+            )
 
     def _sane(self) -> None:
         """What a full-screen program may have left the terminal with is undone before each command."""

@@ -26,9 +26,10 @@ class DirectShell:
         self._reading: asyncio.Task[None] | None = None
         self._changed = asyncio.Condition()
         self._listener: Listener | None = None
-        self._reader = 0
+        self._reader = self._waiting = 0
         self._closed = False
         self._error: LowtideError | None = None
+        self._listener_error: Exception | None = None
 
     async def start(self) -> None:
         provider, sandbox_id = await self._sandbox._life.ready()
@@ -61,19 +62,17 @@ class DirectShell:
         if self._error is not None:
             raise self._error
         if self.shell.command is not None:
-            return self.shell.refused(command, now)
+            return self.shell.refused(command, now, watched=self._waiting > 0)
         content = self.shell.begin(command, now)
         try:
             await self._sandbox.write_file(f"{self.shell.directory}/command", content)
         except BaseException:
             self.shell.take_back()
             raise
-        self._listener = listener  # before the first output can come
-        try:
-            await self._type(self.shell.line)
-        except LowtideError as error:
-            self._error = error  # the terminal is lost, and nobody knows whether it runs
-            raise
+        self._listener, self._listener_error = listener, None  # before the first output can come
+        # Whoever asked may go away meanwhile; half a line would leave the shell waiting for its other half.
+        typing = asyncio.get_running_loop().create_task(self._type_line())
+        await asyncio.shield(typing)
         return await self._wait(soft, hard, listener)
 
     async def read_on(
@@ -112,6 +111,13 @@ class DirectShell:
             await handle.terminate(0.5)
             await handle.aclose()
 
+    async def _type_line(self) -> None:
+        try:
+            await self._type(self.shell.line)
+        except LowtideError as error:
+            self._error = error  # the terminal is lost, and nobody knows whether it runs
+            raise
+
     async def _type(self, data: bytes) -> None:
         if self._handle is not None:
             await self._handle.write_stdin(data)
@@ -132,7 +138,7 @@ class DirectShell:
         async for _, data in handle.output():
             output = self.shell.feed(data, loop.time())
             if output and self._listener is not None:
-                self._listener(decoder.decode(output))
+                self._hear(decoder.decode(output))
             if output or self.shell.at_prompt:
                 await self._notify()
         orderly = self.shell.ended(await handle.wait(), loop.time())
@@ -142,6 +148,14 @@ class DirectShell:
             return
         state, restore = (f"{self.shell.directory}/{name}" for name in ("state", "restore"))
         await self._sandbox.exec(["mv", state, restore] if orderly else ["rm", "-f", restore])
+
+    def _hear(self, said: str) -> None:
+        """A listener that fails is let go, and its request is told: the terminal must be read on."""
+        assert self._listener is not None
+        try:
+            self._listener(said)
+        except Exception as error:
+            self._listener, self._listener_error = None, error
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -161,6 +175,7 @@ class DirectShell:
         self._reader += 1
         mine = self._reader
         self._listener = listener
+        self._waiting += 1
         try:
             while True:
                 now = loop.time()
@@ -168,6 +183,9 @@ class DirectShell:
                     raise self._error
                 if mine != self._reader:
                     return self.shell.taken_over(now)
+                if self._listener_error is not None:
+                    error, self._listener_error = self._listener_error, None
+                    raise error
                 outcome = self.shell.outcome(now, since, soft, hard)
                 if outcome is not None:
                     return outcome
@@ -179,5 +197,6 @@ class DirectShell:
                 except TimeoutError:
                     pass
         finally:
+            self._waiting -= 1
             if mine == self._reader:
                 self._listener = None
