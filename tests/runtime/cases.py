@@ -298,6 +298,13 @@ class FileCases:
         assert isinstance(seen, ErrorObservation)
         assert seen.error_id == "not-found"
 
+    def test_a_picture_the_home_and_a_directory(self, runtime: Runtime, folder: str) -> None:
+        made = f"printf 'P\\0' >{folder}/p.png; echo here >~/h.txt; touch {folder}/f"
+        runtime.run_command(made).result(ANSWER_SECONDS)
+        assert runtime.read(f"{folder}/p.png").result(ANSWER_SECONDS).content == "data:image/png;base64,UAA="
+        assert runtime.read("~/h.txt").result(ANSWER_SECONDS).content == "here\n"
+        assert runtime.edit("view", folder).result(ANSWER_SECONDS).content == "f\np.png"
+
     def test_edits(self, runtime: Runtime, folder: str) -> None:
         path = f"{folder}/e.py"
         assert runtime.edit("create", path, file_text="a = 1\nb = 2\n").result(ANSWER_SECONDS).success

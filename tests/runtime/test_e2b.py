@@ -112,3 +112,15 @@ def test_a_sandbox_that_ends_under_a_command_is_said(emulator: Handle) -> None:
     with pytest.raises(LowtideError):
         runtime.run_command("echo hi").result(SECONDS)
     runtime.close()
+
+
+def test_a_listener_that_fails_is_told_and_the_session_goes_on(runtime: E2BRuntime) -> None:
+    def fail(text: str) -> None:
+        raise ZeroDivisionError
+
+    command = "echo a; read line; echo $line"
+    with pytest.raises(ZeroDivisionError):
+        runtime.run_command(command, session="listened", on_output=fail).result(SECONDS)
+    seen = runtime.run_command("b", session="listened", is_input=True).result(SECONDS)
+    assert (seen.exit_code, seen.content) == (0, "a\nb\n")
+    assert runtime.run_command("echo c", session="listened").result(SECONDS).content == "c\n"

@@ -81,6 +81,8 @@ class Runtime(ActionCalls):
         self._closing: asyncio.Task[EndReport | None] | None = None
         self._closed = False
         self._born = generation()
+        if not rm_all_containers:
+            self._warn_about_removal()
         if self.config.workspace_mount is not None:
             log.warning(
                 "mounting a workspace is not supported by the %s runtime; %s is not mounted: upload() it",
@@ -341,8 +343,18 @@ class Runtime(ActionCalls):
         """Whether this close leaves the sandbox alone. What an attached one was made by ends it."""
         if self.attach_to_existing:
             return True
+        if rm_all_containers is False and self.rm_all_containers:
+            self._warn_about_removal()
         remove = self.rm_all_containers if rm_all_containers is None else rm_all_containers
         return self.honours_rm_all_containers and not remove
+
+    def _warn_about_removal(self) -> None:
+        if not self.honours_rm_all_containers:
+            log.warning(
+                "rm_all_containers=False means nothing to the %s runtime: its sandbox ends with close(); keep='always' "
+                "keeps it",
+                self.provider,
+            )
 
     def _will_be_destroyed(self, sandbox: Sandbox, failed: bool) -> bool:
         """By the keep policy and the provider's switches, as they are now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from lowtide.errors import (
     AuthenticationError,
     RequestTimeoutError,
     SandboxError,
+    SandboxFileError,
     SandboxFileNotFoundError,
     SandboxUnavailableError,
     ValidationError,
@@ -23,6 +25,8 @@ from lowtide.errors import (
 GRACE_SECONDS = 30.0
 """On top of an action's own limit, for the way there and back."""
 _CHUNK = 1 << 18
+MAX_ANSWER_BYTES = 512 << 20
+"""More than any file that an action reads becomes as JSON."""
 
 
 class Writer(Protocol):
@@ -61,7 +65,7 @@ class ActionClient:
         await self._json("GET", "/sessions", timeout_seconds=timeout_seconds)
 
     async def server_info(self) -> dict[str, Any]:
-        return dict(await self._json("GET", "/server_info"))
+        return _dict(await self._json("GET", "/server_info"))
 
     async def execute(
         self,
@@ -80,37 +84,41 @@ class ActionClient:
         ):
             await exchange.send(body, extra)
             if on_output is None:
-                found = json.loads(await exchange.read_all())
+                found = _parsed(await exchange.read_all())
             else:
                 async for name, data in _events(exchange.body()):
                     if name == "output":
-                        on_output(data["text"])
+                        on_output(str(data.get("text", "")))
                     elif name == "error":
-                        raise SandboxError(f"the action server failed: {data['detail']}")
+                        raise SandboxError(f"the action server failed: {data.get('detail')}")
                     else:
                         found = data
-        return Observation.from_json(found)
+        try:
+            return Observation.from_json(found)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise _nonsense(f"no observation ({error})") from error
 
     async def cancel(self, session: str, grace_seconds: float) -> bool:
         """End what runs there. False when nothing does."""
         try:
-            body = {"session": session, "grace_seconds": grace_seconds}
+            body: dict[str, Any] = {"session": session, "grace_seconds": grace_seconds}
             await self._json("POST", "/cancel", body, timeout_seconds=3 * grace_seconds + GRACE_SECONDS)
         except Conflict:
             return False
         return True
 
     async def list_files(self, path: str | None) -> list[str]:
-        return list(await self._json("POST", "/list_files", {"path": path}))
+        found = await self._json("POST", "/list_files", {"path": path})
+        return [str(name) for name in found] if isinstance(found, list) else []
 
     async def sessions(self) -> dict[str, Any]:
-        return dict((await self._json("GET", "/sessions"))["sessions"])
+        return _dict(_dict(await self._json("GET", "/sessions")).get("sessions"))
 
     async def close_session(self, session: str) -> None:
         await self._json("POST", "/close_session", {"session": session})
 
     async def connection_token(self) -> str | None:
-        token = (await self._json("GET", "/vscode/connection_token"))["token"]
+        token = _dict(await self._json("GET", "/vscode/connection_token")).get("token")
         return None if token is None else str(token)
 
     async def shutdown(self, timeout_seconds: float) -> None:
@@ -126,14 +134,18 @@ class ActionClient:
             "Content-Type: application/octet-stream\r\n\r\n"
         ).encode()
         tail = f"\r\n--{boundary}--\r\n".encode()
-        size = source.stat().st_size  # noqa: ASYNC240
         query = urlencode({"destination": destination, "recursive": str(recursive).lower()})
         async with _Exchange(self, "POST", f"/upload_file?{query}") as exchange:
-            kind = f"Content-Type: multipart/form-data; boundary={boundary}\r\n"
-            await exchange.begin(len(head) + size + len(tail), kind)
-            await exchange.write(head)
             with source.open("rb") as file:
-                while piece := file.read(_CHUNK):
+                size = left = os.fstat(file.fileno()).st_size
+                kind = f"Content-Type: multipart/form-data; boundary={boundary}\r\n"
+                await exchange.begin(len(head) + size + len(tail), kind)
+                await exchange.write(head)
+                while left and not exchange.refused:
+                    piece = file.read(min(left, _CHUNK))
+                    if not piece:  # as much as was promised must come, or the server waits for ever
+                        raise SandboxFileError(f"{source} became shorter while it was uploaded")
+                    left -= len(piece)
                     await exchange.write(piece)
             await exchange.write(tail)
             await exchange.answered()
@@ -161,7 +173,7 @@ class ActionClient:
         try:
             async with asyncio.timeout(timeout_seconds), _Exchange(self, method, path) as exchange:
                 await exchange.send(b"" if body is None else json.dumps(body).encode(), "")
-                return json.loads(await exchange.read_all())
+                return _parsed(await exchange.read_all())
         except TimeoutError:
             raise RequestTimeoutError(
                 f"the action server did not answer within {timeout_seconds:g} seconds"
@@ -179,6 +191,9 @@ class _Exchange:
         self._client, self._method, self._path = client, method, path
         self._streams: Streams | None = None
         self._chunked, self._length, self._keep, self._whole = False, 0, False, False
+        self.refused = False
+        """The other end takes no more of the body; its answer may say why."""
+        self._begun = False
 
     async def __aenter__(self) -> _Exchange:
         if self._client._closed:
@@ -214,35 +229,67 @@ class _Exchange:
 
     async def write(self, data: bytes) -> None:
         assert self._streams is not None
+        if self.refused:
+            return
+        reader, writer = self._streams
         try:
-            self._streams[1].write(data)
-            await self._streams[1].drain()
+            for at in range(0, len(data), _CHUNK):
+                # An answer before the end of the body is a refusal: no more is sent, and it is read.
+                if self._begun and _holds_data(reader):
+                    self.refused = True
+                    return
+                writer.write(data[at : at + _CHUNK])
+                await writer.drain()
+                self._begun = True
         except OSError as error:
-            raise SandboxUnavailableError(f"the way to the action server broke: {error}") from error
+            if not self._begun:
+                raise SandboxUnavailableError(f"the way to the action server broke: {error}") from error
+            self.refused = True
 
     async def answered(self) -> None:
         """The head of the answer; raises what a status other than 200 means."""
         head = (await self._read(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        status = int(head[0].split()[1])
+        words = head[0].split()
         headers = {
             name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])
         }
         self._chunked = headers.get("transfer-encoding", "").lower() == "chunked"
-        self._length = int(headers.get("content-length", "0"))
-        self._keep = headers.get("connection", "").lower() != "close"
+        try:
+            status = int(words[1])
+            self._length = int(headers.get("content-length", "0"))
+        except (ValueError, IndexError):
+            raise _nonsense("no HTTP") from None
+        if self._length < 0:
+            raise _nonsense("no HTTP")
+        self._keep = headers.get("connection", "").lower() != "close" and not self.refused
         if status != 200:
             raise _failure(status, await self.read_all())
 
     async def read_all(self) -> bytes:
-        return b"".join([piece async for piece in self.body()])
+        pieces, size = [], 0
+        async for piece in self.body():
+            size += len(piece)
+            if size > MAX_ANSWER_BYTES:
+                raise _nonsense(f"more than {MAX_ANSWER_BYTES >> 20} MiB")
+            pieces.append(piece)
+        return b"".join(pieces)
 
     async def body(self) -> AsyncIterator[bytes]:
+        """In pieces of bounded size: the other end is in the sandbox, and may say that it sends anything."""
         while self._chunked:
-            size = int((await self._read(b"\r\n")).split(b";")[0], 16)
-            if size:
-                yield await self._exactly(size)
+            try:
+                size = int((await self._read(b"\r\n")).split(b";")[0], 16)
+            except ValueError:
+                raise _nonsense("no HTTP") from None
+            if size < 0:
+                raise _nonsense("no HTTP")
+            last, left = not size, size
+            while left:
+                piece = await self._exactly(min(left, _CHUNK))
+                left -= len(piece)
+                yield piece
             await self._exactly(2)
-            if not size:
+            if last:
                 break
         while self._length:
             piece = await self._exactly(min(self._length, _CHUNK))
@@ -254,6 +301,8 @@ class _Exchange:
         assert self._streams is not None
         try:
             return await self._streams[0].readuntil(end)
+        except asyncio.LimitOverrunError:
+            raise _nonsense("no HTTP") from None
         except (asyncio.IncompleteReadError, OSError) as error:
             raise _broken(error) from error
 
@@ -276,7 +325,7 @@ def _broken(error: Exception) -> SandboxUnavailableError:
 def _failure(status: int, body: bytes) -> Exception:
     try:
         said = str(json.loads(body)["detail"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         said = body.decode("utf-8", "replace")[:500]
     if status in (400, 405, 413, 431):
         return ValidationError(said)
@@ -292,10 +341,42 @@ def _failure(status: int, body: bytes) -> Exception:
 
 
 async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[tuple[str, Any]]:
-    held = b""
+    held = bytearray()
     async for piece in pieces:
+        seen = max(0, len(held) - 1)  # what was looked at is not looked at again
         held += piece
-        while b"\n\n" in held:
-            event, _, held = held.partition(b"\n\n")
-            name, _, data = event.partition(b"\n")
-            yield name.decode().removeprefix("event: "), json.loads(data.removeprefix(b"data: "))
+        while (at := held.find(b"\n\n", seen)) >= 0:
+            name, _, data = bytes(held[:at]).partition(b"\n")
+            del held[: at + 2]
+            seen = 0
+            yield (
+                name.decode("utf-8", "replace").removeprefix("event: "),
+                _dict(_parsed(data.removeprefix(b"data: "))),
+            )
+        if len(held) > MAX_ANSWER_BYTES:
+            raise _nonsense(f"an event of more than {MAX_ANSWER_BYTES >> 20} MiB")
+
+
+def _holds_data(reader: asyncio.StreamReader) -> bool:
+    """Whether the other end has said something already, or has left."""
+    return reader.at_eof() or bool(reader._buffer)  # type: ignore[attr-defined]  # no public way to look
+
+
+def _parsed(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise _nonsense(f"no JSON ({type(error).__name__})") from None
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _nonsense("not what was asked for")
+    return value
+
+
+def _nonsense(what: str) -> SandboxError:
+    """What runs in the sandbox can take the server's place: its answers are as hostile as its programs."""
+    return SandboxError(
+        f"what answers on the action server's port in the sandbox says {what}; the server may have been replaced"
+    )

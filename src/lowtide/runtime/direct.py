@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
 import posixpath
 import secrets
 import tempfile
@@ -11,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lowtide.actionserver.edit import EditError, Editor, lines_of, with_lines
+from lowtide.actionserver.files import MAX_TEXT_BYTES, media_type
 from lowtide.actionserver.models import (
     DEFAULT_SESSION,
     Action,
@@ -40,6 +43,7 @@ from lowtide.errors import CommandTimeoutError, SandboxFileError, UnsupportedErr
 from lowtide.providers.base import Url
 from lowtide.providers.optional import FileKind
 from lowtide.runtime.direct_shell import DirectShell
+from lowtide.runtime.downloads import new_download
 from lowtide.sandbox import Sandbox
 
 _DIRECTORY = "/tmp/.lowtide-actions"  # noqa: S108 - inside the sandbox
@@ -56,6 +60,7 @@ class Direct:
         self._opening = asyncio.Lock()
         self._editor = Editor()
         self._edits = asyncio.Lock()
+        self._home: str | None = None
 
     async def open(self, *, attach: bool) -> None:
         if self._asked_dir is None:
@@ -72,7 +77,11 @@ class Direct:
             if isinstance(action, RunIPython):
                 return await self._run_ipython(action)
             if isinstance(action, Read):
-                path = self._resolve(action.path)
+                path = await self._resolve(action.path)
+                media = media_type(path)
+                if media is not None:
+                    data = base64.b64encode(await self._read_bytes(path)).decode()
+                    return ReadObservation(path=path, content=f"data:{media};base64,{data}")
                 shown = await self._read(path)
                 if action.view_range is not None:
                     view = Edit(command="view", path=path, view_range=action.view_range)
@@ -83,7 +92,7 @@ class Direct:
             if isinstance(action, Edit):
                 return await self._edit(action)
             if isinstance(action, ListFiles):
-                path = self._resolve(action.path)
+                path = await self._resolve(action.path)
                 names = await self._names(path)
                 return ListObservation(path=path, files=tuple(names), content="\n".join(names))
             if isinstance(action, Upload):
@@ -232,11 +241,19 @@ class Direct:
         session = self._sessions.get(name)
         return session.shell.cwd if session is not None else self._working_dir
 
-    def _resolve(self, path: str) -> str:
+    async def _resolve(self, path: str) -> str:
+        if path == "~" or path.startswith("~/"):
+            if self._home is None:
+                told = await self._sandbox.exec(["sh", "-c", "echo ~"], check=True)
+                self._home = told.stdout.removesuffix("\n") or "/"
+            path = self._home + path[1:]
         return posixpath.normpath(posixpath.join(self._cwd(), path))
 
+    async def _read_bytes(self, path: str) -> bytes:
+        return bytes(await self._sandbox.read_file(path, max_bytes=MAX_TEXT_BYTES))
+
     async def _read(self, path: str) -> str:
-        data = bytes(await self._sandbox.read_file(path))
+        data = await self._read_bytes(path)
         if b"\0" in data[:8192]:
             raise EditError(f"{path} is a binary file; download it")
         return data.decode("utf-8", "surrogateescape")
@@ -245,7 +262,7 @@ class Direct:
         await self._sandbox.write_file(path, content.encode("utf-8", "surrogateescape"))
 
     async def _write(self, action: Write) -> Observation:
-        path = self._resolve(action.path)
+        path = await self._resolve(action.path)
         async with self._edits:
             whole = action.start <= 0 and action.end == -1
             old = None if whole or not await self._sandbox.exists(path) else await self._read(path)
@@ -253,8 +270,12 @@ class Direct:
         return WriteObservation(path=path, content=f"{path} was written.")
 
     async def _edit(self, action: Edit) -> Observation:
-        path = self._resolve(action.path)
+        path = await self._resolve(action.path)
         async with self._edits:
+            if action.command == "view":
+                with contextlib.suppress(NotADirectoryError, FileNotFoundError):
+                    names = await self._names(path)
+                    return EditObservation(path=path, content="\n".join(names), prev_exist=True)
             old = await self._read(path) if await self._sandbox.exists(path) else None
             edited = self._editor.apply(action, path, old)
             if edited.remove:
@@ -294,15 +315,12 @@ class Direct:
     async def _download(self, action: Download) -> Observation:
         from lowtide.actionserver.files import write_zip
 
-        folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="lowtide-download-")
-        destination = Path(action.destination or Path(folder) / "files.zip")
         with tempfile.TemporaryDirectory() as place:
-            copy = Path(place) / posixpath.basename(action.path.rstrip("/"))
+            copy = Path(place) / (posixpath.basename(action.path.rstrip("/")) or "files")
             await self._sandbox.download(action.path, copy)
+            destination = Path(action.destination or new_download())
             with destination.open("wb") as file:  # noqa: ASYNC230
                 await asyncio.to_thread(write_zip, str(copy), file)
-        if action.destination is not None:
-            await asyncio.to_thread(Path(folder).rmdir)
         with zipfile.ZipFile(destination) as made:
             size = sum(entry.file_size for entry in made.infolist())
         return DownloadObservation(

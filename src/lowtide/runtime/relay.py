@@ -13,6 +13,8 @@ from lowtide.runtime.client import Streams
 
 _LIMIT = 64 << 20
 _CHUNK = 48 << 10
+_LONGEST_LINE = 1 << 20
+_SAID_BYTES = 4000
 
 
 class Relay:
@@ -25,6 +27,9 @@ class Relay:
         self._ready = asyncio.Event()
         self._said = b""
         self._sending = asyncio.Lock()
+        self._full: set[int] = set()
+        self._room = asyncio.Event()
+        self._room.set()
         self._ended = False
         self._task = asyncio.get_running_loop().create_task(self._receive())
 
@@ -40,7 +45,13 @@ class Relay:
             raise SandboxUnavailableError("the relay in the sandbox has ended")
         number = next(self._numbers)
         reader = self._readers[number] = asyncio.StreamReader(limit=_LIMIT)
+        reader.set_transport(_Pause(self, number))  # type: ignore[arg-type]
         return reader, _RelayWriter(self, number)
+
+    def pause(self, number: int, *, full: bool) -> None:
+        """A connection's reader is full, or has room again. While one is full nothing is taken in."""
+        (self._full.add if full else self._full.discard)(number)
+        (self._room.clear if self._full else self._room.set)()
 
     async def send(self, number: int, data: bytes) -> None:
         lines = b"".join(
@@ -51,6 +62,7 @@ class Relay:
             await self._handle.write_stdin(lines)
 
     def forget(self, number: int) -> None:
+        self.pause(number, full=False)
         if self._readers.pop(number, None) is not None and not self._ended:
             task = asyncio.get_running_loop().create_task(self._hang_up(number))
             self._closing.add(task)
@@ -63,7 +75,7 @@ class Relay:
             await self._handle.close_stdin()
             await self._handle.terminate(0.5)
         self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, LowtideError, OSError):
+        with contextlib.suppress(asyncio.CancelledError, Exception):  # what it broke on came from the sandbox
             await self._task
         await self._handle.aclose()
 
@@ -74,22 +86,29 @@ class Relay:
             await self.send(number, b"")
 
     async def _receive(self) -> None:
-        held = b""
+        held = bytearray()
         try:
             async for stream, data in self._handle.output():
                 if stream != STDOUT:
-                    self._said += data
+                    self._note(data)
                     continue
-                held += data
-                *lines, held = held.split(b"\n")
-                for line in lines:
-                    self._line(line)
+                *ends, rest = data.split(b"\n")
+                for end in ends:
+                    self._line(bytes(held + end))
+                    held.clear()
+                held += rest
+                if len(held) > _LONGEST_LINE:  # no relay of ours says that
+                    break
+                await self._room.wait()  # whoever reads takes it first
         finally:
             self._ended = True
-            self._said += held
+            self._note(bytes(held[:_SAID_BYTES]))
             self._ready.set()
             for reader in self._readers.values():
                 reader.feed_eof()
+
+    def _note(self, said: bytes) -> None:
+        self._said = (self._said + said)[-_SAID_BYTES:]
 
     def _line(self, line: bytes) -> None:
         number, _, text = line.partition(b" ")
@@ -97,7 +116,7 @@ class Relay:
             data = binascii.a2b_base64(text)
             which = int(number)
         except (ValueError, binascii.Error):
-            self._said += line + b"\n"
+            self._note(line + b"\n")
             return
         if which == 0:
             self._ready.set()
@@ -105,10 +124,23 @@ class Relay:
         reader = self._readers.get(which)
         if reader is None:
             return
-        if data:
+        if data and not reader._eof:  # type: ignore[attr-defined]  # after its end nothing is fed
             reader.feed_data(data)
         else:
             reader.feed_eof()
+
+
+class _Pause:
+    """What a StreamReader asks for when it holds too much."""
+
+    def __init__(self, relay: Relay, number: int) -> None:
+        self._relay, self._number = relay, number
+
+    def pause_reading(self) -> None:
+        self._relay.pause(self._number, full=True)
+
+    def resume_reading(self) -> None:
+        self._relay.pause(self._number, full=False)
 
 
 class _RelayWriter:

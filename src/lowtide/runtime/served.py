@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
+import secrets
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from lowtide.actionserver.models import (
     DownloadObservation,
     Observation,
     Run,
+    RunObservation,
     Upload,
     UploadObservation,
 )
@@ -30,12 +33,19 @@ from lowtide.errors import (
 )
 from lowtide.providers.base import ProcessSpec, Url
 from lowtide.runtime.client import ActionClient, Streams
+from lowtide.runtime.downloads import new_download
 from lowtide.runtime.relay import Relay
 from lowtide.sandbox import Sandbox
 
 DIRECTORY = "/tmp/.lowtide-actions"  # noqa: S108 - inside the sandbox
 _ATTACH_SECONDS = 5.0
 _LOG_BYTES = 4000
+_REVIVE_SECONDS = 30.0
+_AGAIN = (
+    "[The action server had ended and was started again: shells, their variables and directories are new.]\n"
+)
+
+log = logging.getLogger("lowtide.runtime")
 
 
 class Served:
@@ -47,6 +57,9 @@ class Served:
         self._client: ActionClient | None = None
         self._relay: Relay | None = None
         self._file: str | None = None
+        self._doubtful = False
+        """An answer did not come: the server may have been ended."""
+        self._reviving = asyncio.Lock()
 
     async def open(self, *, attach: bool) -> None:
         """Returns when actions can run. The caller holds the deadline."""
@@ -57,26 +70,66 @@ class Served:
 
     @property
     def client(self) -> ActionClient:
-        assert self._client is not None
+        if self._client is None:
+            raise SandboxUnavailableError("the action server has ended; the next action starts it again")
         return self._client
 
     async def execute(self, action: Action, on_output: Callable[[str], None] | None) -> Observation:
-        if isinstance(action, Upload):
-            return await self._upload(action)
-        if isinstance(action, Download):
-            return await self._download(action)
+        again = await self._revive() if self._doubtful else ""
         seconds = HARD_SECONDS if action.timeout is None else float(action.timeout)
         try:
-            return await self.client.execute(
+            if isinstance(action, Upload):
+                return await self._upload(action)
+            if isinstance(action, Download):
+                return await self._download(action)
+            seen = await self.client.execute(
                 action, seconds=seconds, on_output=on_output if isinstance(action, Run) else None
             )
+            if again and isinstance(seen, RunObservation):
+                seen.metadata.prefix = again + seen.metadata.prefix
+            return seen
+        except SandboxUnavailableError:
+            self._doubtful = True
+            raise
         except TimeoutError as error:
             if isinstance(error, LowtideError):
                 raise
+            self._doubtful = True
             raise RequestTimeoutError(
                 f"the action server did not answer within {seconds:g} seconds and its grace; the command may "
                 "still run: an empty command reads on"
             ) from None
+
+    async def _revive(self) -> str:
+        """After an answer that did not come: a server that what runs inside has ended is started again.
+
+        Nothing is sent twice: only what is asked for next goes to the new one. What to tell the agent, or nothing.
+        """
+        async with self._reviving:
+            if not self._doubtful:
+                return ""
+            try:
+                await self.client.alive(_ATTACH_SECONDS)
+                self._doubtful = False
+                return ""
+            except (SandboxUnavailableError, RequestTimeoutError) as error:
+                if (await self._sandbox.refresh()).terminal:
+                    raise
+                log.info("the action server does not answer (%s): starting it again", error)
+            try:
+                async with asyncio.timeout(_REVIVE_SECONDS):
+                    await self.aclose()
+                    self._file = None
+                    await self._launch()
+                    await self._reach()
+            except TimeoutError as error:
+                if isinstance(error, LowtideError):
+                    raise
+                raise SandboxUnavailableError(
+                    f"the action server has ended and could not be started again within {_REVIVE_SECONDS:g} seconds"
+                ) from error
+            self._doubtful = False
+            return _AGAIN
 
     async def cancel(self, session: str, grace_seconds: float) -> bool:
         return await self.client.cancel(session, grace_seconds)
@@ -180,9 +233,10 @@ class Served:
     async def last_log(self) -> str:
         """The server's last lines, for an error; empty where there are none."""
         with contextlib.suppress(Exception):
-            said = bytes(await self._sandbox.read_file(f"{DIRECTORY}/log"))[-_LOG_BYTES:].decode(
-                "utf-8", "replace"
-            )
+            # Its end only: what runs inside may have made it as long as it likes.
+            tail = ["tail", "-c", str(_LOG_BYTES), f"{DIRECTORY}/log"]
+            ran = await self._sandbox.exec(tail, timeout_seconds=5.0)
+            said = ran.stdout[-_LOG_BYTES:]
             if said.strip():
                 return f"; its last words:\n{said.strip()}"
         return ""
@@ -241,17 +295,16 @@ class Served:
         )
 
     async def _download(self, action: Download) -> Observation:
-        if action.destination is None:
-            folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="lowtide-download-")
-            destination = Path(folder) / "files.zip"
-        else:
-            destination = Path(action.destination)
-        partial = destination.with_name(f"{destination.name}.part")
+        destination = Path(action.destination) if action.destination is not None else new_download()
+        partial = destination.with_name(f".{secrets.token_hex(6)}.part")
         try:
             size = await self.client.download(action.path, partial)
             partial.replace(destination)
-        finally:
+        except BaseException:
             partial.unlink(missing_ok=True)
+            if action.destination is None:
+                partial.parent.rmdir()
+            raise
         return DownloadObservation(
             content=f"{action.path} is in {destination}.",
             path=action.path,
