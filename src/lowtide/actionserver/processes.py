@@ -25,6 +25,17 @@ def members(session: int) -> list[int]:
     return found
 
 
+def runs_since(pid: int, seconds: float) -> bool:
+    """Whether that process lives, and has for so long."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return False
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return fields[0] != b"Z" and age >= seconds
+
+
 def end_session(session: int, grace_seconds: float) -> None:
     """HUP and TERM, grace, KILL. Returns when none is left, or a second after KILL."""
     for signals, seconds in (

@@ -12,7 +12,7 @@ import termios
 import threading
 import time
 
-from lowtide.actionserver.processes import end_session
+from lowtide.actionserver.processes import end_session, runs_since
 from lowtide.actionserver.shell import COLUMNS, ENVIRONMENT, KEYS, ROWS, START_SECONDS, Outcome, Shell
 
 TYPE_CHECKING = False
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _READ = 1 << 16
+_PRESS_SECONDS, _SETTLED_SECONDS = 2.0, 0.2
 _LONGEST_LINE = 4095
 _FAILED_STARTS = 3
 """So often bash may end before its first prompt; then its start-up files are at fault."""
@@ -111,7 +112,10 @@ class Terminal:
                 return self._wait(soft, hard, listener)
             typed = KEYS[keys] if keys in KEYS else keys.encode("utf-8", "surrogateescape") + b"\n"
             self._check_lines(typed)
-            self._write(typed)
+            if typed == KEYS["C-c"]:
+                self._press_interrupt()
+            else:
+                self._write(typed)
             if self._waiting:  # whoever waits sees what comes of it
                 return self.shell.taken_over(time.monotonic())
             return self._wait(soft, hard, listener)
@@ -122,10 +126,9 @@ class Terminal:
             with self._changed:
                 if self.shell.command is None:
                     return number is not signal.SIGINT
-                if number is signal.SIGINT:
-                    self._write(KEYS["C-c"])
-                else:
+                if number is not signal.SIGINT:
                     self._signal_foreground(number)
+                self._press_interrupt()  # each time: of a loop, a signal ends one round alone
                 self._changed.wait_for(lambda: self.shell.command is None, grace_seconds)
         return True
 
@@ -292,9 +295,28 @@ class Terminal:
         except termios.error:
             pass
 
+    def _press_interrupt(self) -> None:
+        """Ctrl+C. While bash starts the next process of a loop it reaches nobody: the last one has ended, or the new
+        one is not yet its own program. Then it is pressed again; never at what ran and takes it as it likes."""
+        until = time.monotonic() + _PRESS_SECONDS
+        while True:
+            group = self._foreground()
+            listens = group == self._pid or runs_since(group, _SETTLED_SECONDS)
+            self._write(KEYS["C-c"])
+            if listens or time.monotonic() > until:
+                return
+            if self._changed.wait_for(lambda: self.shell.command is None, 0.1) or self._foreground() == group:
+                return
+
+    def _foreground(self) -> int:
+        try:
+            return os.tcgetpgrp(self._master)
+        except OSError:
+            return self._pid  # it has ended
+
     def _signal_foreground(self, number: int) -> None:
         try:
-            group = os.tcgetpgrp(self._master)
+            group = self._foreground()
             if group != self._pid:
                 os.killpg(group, number)
             elif number is signal.SIGKILL:
