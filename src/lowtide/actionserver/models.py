@@ -8,7 +8,7 @@ Arguments that are not known here are ignored, so that a newer client is still u
 from __future__ import annotations
 
 from lowtide.actionserver import VERSION
-from lowtide.actionserver.checks import is_seconds, is_text
+from lowtide.actionserver.checks import fault_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing and dataclasses are not loaded inside: they cost as much as all the rest
@@ -114,26 +114,9 @@ class Action(Model):
     def check(self) -> None:
         """Raises InvalidAction for a value of a wrong type."""
         for name in self._fields:
-            value, default = getattr(self, name), getattr(type(self), name, "")
-            if name in ("timeout", "no_change_timeout"):
-                right = value is None or is_seconds(value)
-            elif isinstance(default, bool):
-                right = isinstance(value, bool)
-            elif isinstance(default, int):
-                right = isinstance(value, int)
-            elif name == "insert_line":
-                right = value is None or type(value) is int
-            elif name == "view_range":
-                right = value is None or isinstance(value, (list, tuple))
-            else:
-                right = value is None or isinstance(value, str)
-            if not right:
-                raise InvalidAction(f"{self.kind}: {name} may not be {value!r}")
-            if isinstance(value, str):
-                if name != "content" and "\0" in value:
-                    raise InvalidAction(f"{self.kind}: {name} may not contain a NUL character")
-                if not is_text(value):
-                    raise InvalidAction(f"{self.kind}: {name} is no text: it has half a character")
+            wrong = fault_of(name, getattr(self, name), getattr(type(self), name, ""))
+            if wrong is not None:
+                raise InvalidAction(f"{self.kind}: {name} {wrong}")
 
 
 class Run(Action):
