@@ -50,7 +50,7 @@ def test_a_child_that_code_forgets_answers_for_nobody(run: Runner) -> None:
 
 
 def test_an_answer_that_code_forges_ends_its_interpreter(run: Runner) -> None:
-    forge = "import os\nfor fd in range(3, 30):\n  try: os.write(fd, b'{!r}\\n')\n  except OSError: pass"
+    forge = "import os\nfor fd in range(3, 4096):\n  try: os.write(fd, b'{!r}\\n')\n  except OSError: pass"
     for said in ("nonsense", '{"results": 5}', "[]"):
         assert run(forge.replace("{!r}", said))["error"]["name"] == "InterpreterEnded"
         assert plain(run("5")) == ["5"]
