@@ -28,7 +28,7 @@ def test_a_loop_of_short_processes_ends_at_once(terminal: Terminal) -> None:
 
 def test_what_ends_itself_at_the_first_is_not_followed_by_a_second(terminal: Terminal) -> None:
     command = "sh -c 'trap \"exit 0\" INT; echo ready; while :; do sleep 0.1; done'; sleep 0.5; echo behind"
-    assert terminal.run(command, soft=0.6, hard=None).running
+    assert terminal.run(command, soft=1.6, hard=None).running
     ended = terminal.send("C-c", soft=None, hard=20.0)
     assert ended is not None
     assert (ended.running, ended.exit_code) == (False, 0)

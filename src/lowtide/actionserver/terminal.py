@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _READ = 1 << 16
-_PRESS_SECONDS, _SETTLED_SECONDS = 2.0, 0.2
+_PRESS_SECONDS, _SETTLED_SECONDS = 3.0, 1.0
 _LONGEST_LINE = 4095
 _FAILED_STARTS = 3
 """So often bash may end before its first prompt; then its start-up files are at fault."""
@@ -299,14 +299,17 @@ class Terminal:
         """Ctrl+C. While bash starts the next process of a loop it reaches nobody: the last one has ended, or the new
         one is not yet its own program. Then it is pressed again; never at what ran and takes it as it likes."""
         until = time.monotonic() + _PRESS_SECONDS
-        while True:
+        pressed = 0
+        while self.shell.command is not None and time.monotonic() < until:
             group = self._foreground()
-            listens = group == self._pid or runs_since(group, _SETTLED_SECONDS)
-            self._write(KEYS["C-c"])
-            if listens or time.monotonic() > until:
-                return
-            if self._changed.wait_for(lambda: self.shell.command is None, 0.1) or self._foreground() == group:
-                return
+            own = group == self._pid  # bash itself, which may be about to start the next one
+            if own or group != pressed:
+                listens = not own and runs_since(group, _SETTLED_SECONDS)
+                self._write(KEYS["C-c"])
+                if listens:
+                    return
+                pressed = group
+            self._changed.wait_for(lambda: self.shell.command is None, 0.3 if own else 0.1)
 
     def _foreground(self) -> int:
         try:
