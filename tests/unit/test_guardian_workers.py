@@ -103,6 +103,8 @@ async def test_a_worker_that_does_not_end_keeps_no_guardian(
     [
         ("modal", {"MODAL_TOKEN_ID": "i", "MODAL_TOKEN_SECRET": "s"}, {"MODAL_ENVIRONMENT": "dev"}),
         ("runloop", {"RUNLOOP_API_KEY": "k"}, {"RUNLOOP_BASE_URL": "http://127.0.0.1:1"}),
+        ("runloop", {"RUNLOOP_API_KEY": "k"}, {"RUNLOOP_CUSTOM_HEADERS": "x: y"}),
+        ("coreweave", {"CWSANDBOX_API_KEY": "k"}, {"grpc_proxy": "http://127.0.0.1:1"}),
     ],
 )
 def test_what_an_owner_has_not_set_is_not_taken_from_whoever_started_the_guardian(

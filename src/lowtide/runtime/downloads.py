@@ -7,5 +7,5 @@ from pathlib import Path
 
 
 def new_download() -> Path:
-    """A file in a directory of its own. Made once there is something to put there: a download that fails leaves none."""
+    """A file in a new directory of its own, which whoever fails to fill it removes."""
     return Path(tempfile.mkdtemp(prefix="lowtide-download-")) / "files.zip"

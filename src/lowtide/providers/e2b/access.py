@@ -43,8 +43,8 @@ class Access:
             raise hosted.needs_key("E2B", PROVIDER, KEY)
         hosted.needs_sdk(PROVIDER, "E2B", "e2b")
         way = hosted.way_of(environ, *_WAY)
-        if found["proxy"] is None and any(os.environ.get(name) != way.get(name) for name in _PROXIES):
-            found["proxy"] = next((way[name] for name in _PROXIES if name in way), None)
+        if found["proxy"] is None and any((os.environ.get(name) or "") != way[name] for name in _PROXIES):
+            found["proxy"] = next((way[name] for name in _PROXIES if way[name]), None)
         found["domain"] = found["domain"] or DEFAULT_DOMAIN
         return cls(way=way, **found)  # type: ignore[arg-type]
 

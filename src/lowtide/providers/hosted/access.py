@@ -93,17 +93,17 @@ def missing_dependency(provider: str, sdk: str) -> errors.MissingDependencyError
 
 
 def way_of(environ: Mapping[str, str], *more: str) -> dict[str, str]:
-    """The variables of the way there that are set, for `Provider.credentials`."""
-    return {name: environ[name] for name in (*WAY, *more) if environ.get(name)}
-
-
-def credentials_of(access: Any, known: Mapping[str, str]) -> dict[str, str]:
-    """What `chosen` would choose the same from, elsewhere: every known option, and the way there.
+    """The variables of the way there, for `Provider.credentials`.
 
     What is not set here is said as empty: elsewhere it may be, and would lead to another account.
     """
+    return {name: environ.get(name) or "" for name in (*WAY, *more)}
+
+
+def credentials_of(access: Any, known: Mapping[str, str]) -> dict[str, str]:
+    """What `chosen` would choose the same from, elsewhere: every known option, empty where it is not set, and the way."""
     values = {variable: getattr(access, name) or "" for name, variable in known.items() if variable}
-    return {**dict.fromkeys(WAY, ""), **values, **access.way}
+    return {**values, **access.way}
 
 
 def inside_key(secret: str, lease_id: str) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from lowtide.errors import AuthenticationError, MissingDependencyError
-from lowtide.providers.hosted.access import WAY, way_of
+from lowtide.providers.hosted import way_of
 
 NAMESPACE = "LOWTIDE_KUBERNETES_NAMESPACE"
 CONTEXT = "LOWTIDE_KUBERNETES_CONTEXT"
@@ -121,8 +121,7 @@ class Access:
         return _digest(f"{self.server}|{_digest(str(authority))}|{self.namespace}")
 
     def credentials(self) -> dict[str, str]:
-        known = dict.fromkeys((*WAY, *_INHERITED, "KUBECONFIG", CONTEXT), "")
-        known.update(self.environ)
+        known = {"KUBECONFIG": "", CONTEXT: "", **self.environ}
         known[NAMESPACE] = self.namespace
         if self.kubeconfig is not None:
             known["KUBECONFIG"] = self.kubeconfig

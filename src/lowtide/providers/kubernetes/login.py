@@ -187,7 +187,7 @@ def _ask_plugin(access: Access) -> Mapping[str, Any]:
         }
     version = str(plugin.get("apiVersion") or "client.authentication.k8s.io/v1")
     info = json.dumps({"kind": "ExecCredential", "apiVersion": version, "spec": about})
-    environ = {**os.environ, **access.environ}
+    environ = {name: value for name, value in {**os.environ, **access.environ}.items() if value}
     environ.update({str(one.get("name")): str(one.get("value", "")) for one in plugin.get("env") or ()})
     environ["KUBERNETES_EXEC_INFO"] = info
     argv = [command, *map(str, plugin.get("args") or ())]
