@@ -40,7 +40,7 @@ test-all: $(VENV)/.dev ## the whole test-suite; with engines (scripts/engines up
 check: $(VENV)/.dev ## format, lint, types, layers, exported names
 	@$(BIN)/ruff format --check --quiet --diff .
 	@$(BIN)/ruff check --quiet .
-	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/mypy --no-error-summary --package lowtide --package benchmarks
 	@$(BIN)/lint-imports --no-cache >$(VENV)/layers.log 2>&1 || { cat $(VENV)/layers.log; exit 1; }
 	@$(BIN)/pytest -q --no-header tests/unit/test_exports.py
 	@echo "check: format, lint, types, layers and exported names are fine"

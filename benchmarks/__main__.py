@@ -55,6 +55,7 @@ def _arguments() -> argparse.Namespace:
         "--large-samples", type=int, default=50, help="samples of what takes long (default 50)"
     )
     parser.add_argument("--sandboxes", type=int, default=200, help="how many are alive at once (default 200)")
+    parser.add_argument("--many", type=int, default=1000, help="how many against ten (default 1000)")
     parser.add_argument("--owned", type=int, default=500, help="how many the killed owner has (default 500)")
     results = Path(__file__).parent / "results" / "speed.json"
     parser.add_argument("--json", type=Path, default=results, help=f"default {results}")

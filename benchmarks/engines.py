@@ -211,7 +211,7 @@ def _kubectl() -> tuple[str, str]:
     # The one that belongs to the cluster first: a newer one does more, a distributor's wrapper starts twice.
     engines = Path(os.environ.get("ENGINES_HOME") or Path.home() / ".cache" / "engines") / "bin"
     places = (engines / "kubectl", engines / "kubectl-1.20", "kubectl")
-    kubectl = next(filter(None, map(shutil.which, places)), None)
+    kubectl = next((found for place in places if (found := shutil.which(place))), None)
     if kubectl is None:
         raise Skipped("there is no kubectl command")
     if not _answers([kubectl, "get", "nodes", "--request-timeout=10s"]):

@@ -13,6 +13,14 @@ PAUSE_SECONDS = 0.05
 
 
 def whole_life(home: Path, samples: int) -> Comparison:
+    return _lives(home, samples, name="life", pause=PAUSE_SECONDS, in_a_row=1, limit=2.0)
+
+
+def back_to_back(home: Path, samples: int) -> Comparison:
+    return _lives(home, samples, name="life-back-to-back", pause=0.0, in_a_row=20, limit=1.8)
+
+
+def _lives(home: Path, samples: int, *, name: str, pause: float, in_a_row: int, limit: float) -> Comparison:
     def ours() -> float:
         def life() -> None:
             sandbox = Sandbox.run(provider="local")
@@ -29,14 +37,14 @@ def whole_life(home: Path, samples: int) -> Comparison:
         return timed(lambda: run(argv))
 
     try:
-        mine, theirs = interleave(ours, raw, samples=samples, pause=PAUSE_SECONDS)
+        mine, theirs = interleave(ours, raw, samples=samples, pause=pause, in_a_row=in_a_row)
     finally:
         bubblewrap.close()
     return Comparison(
-        name="life",
-        what="`Sandbox.run()` to the first exec's result, to `stop()`",
+        name=name,
+        what="`Sandbox.run()` to the first exec's result, to `stop()`" + ("" if pause else ", back to back"),
         against="raw bubblewrap with the same mounts running the same command",
-        limit=2.0,
+        limit=limit,
         unit="ms",
         ours=mine,
         raw=theirs,

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from benchmarks import processes
@@ -18,7 +19,8 @@ from benchmarks.measure import Comparison, interleave, timed
 from benchmarks.no_ledger import no_ledger
 from benchmarks.raw import RawBubblewrap
 from lowtide import Sandbox
-from lowtide.lifecycle.lease import Lease, LeaseState, Owner, new_lease_id
+from lowtide.lifecycle.lease import Lease, LeaseState, new_lease_id
+from lowtide.lifecycle.owner import Owner
 from lowtide.lifecycle.sqlite_ledger import SqliteLedger
 from lowtide.lifecycle.sweep import sweep
 from lowtide.providers import registry
@@ -133,8 +135,8 @@ def long_ledger(home: Path, samples: int) -> list[Comparison]:
     comparisons = []
     for name, measure in (("ls", listing), ("sweep", sweeping)):
         mine, theirs = interleave(
-            lambda measure=measure: measure(10_000),
-            lambda measure=measure: measure(100),
+            partial(measure, 10_000),
+            partial(measure, 100),
             samples=samples,
             warm_up=1,
         )

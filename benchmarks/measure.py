@@ -56,21 +56,29 @@ class Comparison:
 
 
 def interleave(
-    ours: Callable[[], float], raw: Callable[[], float], *, samples: int, warm_up: int = 3, pause: float = 0.0
+    ours: Callable[[], float],
+    raw: Callable[[], float],
+    *,
+    samples: int,
+    warm_up: int = 3,
+    pause: float = 0.0,
+    in_a_row: int = 1,
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Take samples in turn, and in changing order, so that drift of the machine falls on both alike.
 
     `pause`: seconds before each, so that what the one does after its sample is no burden on the other's.
+    `in_a_row`: so many of one side before the other's turn, so that what it does after its sample burdens its own next.
     """
     mine: list[float] = []
     theirs: list[float] = []
-    for n in range(-warm_up, samples):
+    for n in range(-warm_up, samples // in_a_row):
         pair = [(ours, mine), (raw, theirs)]
         for measure, into in pair if n % 2 else reversed(pair):
-            time.sleep(pause)
-            value = measure()
-            if n >= 0:
-                into.append(value)
+            for _ in range(in_a_row):
+                time.sleep(pause)
+                value = measure()
+                if n >= 0:
+                    into.append(value)
     return tuple(mine), tuple(theirs)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks import processes
@@ -32,25 +33,29 @@ def alive_at_once(home: Path, count: int) -> Comparison:
 def _ours(home: Path, count: int) -> tuple[tuple[float, ...], float]:
     with Sandbox.run(provider="local") as first:
         first.exec(["true"]).result()
-        before = _own_processes(home)
+        before = own_processes(home)
         with Session({"provider": "local"}) as session:
             sandboxes = [session.sandbox() for _ in range(count)]
             for sandbox in sandboxes:
                 sandbox.start()
             for sandbox in sandboxes:
                 sandbox.wait()
-            after = _own_processes(home)
-            tree = processes.children()
-            from lowtide.providers.local.sandbox_directory import SandboxDirectory
+            after = own_processes(home)
+            samples = of_each(home, sandboxes)
+    return samples, max(0.0, after - before)
 
-            samples = []
-            for sandbox in sandboxes:
-                outer, _ = SandboxDirectory(
-                    home / "local" / "sandboxes" / str(sandbox.sandbox_id)
-                ).processes()
-                assert outer is not None
-                samples.append(_pss_of_tree(outer.pid, tree))
-    return tuple(samples), max(0.0, after - before)
+
+def of_each(home: Path, sandboxes: Iterable[Sandbox]) -> tuple[float, ...]:
+    """PSS of all processes of each of these, in kB."""
+    from lowtide.providers.local.sandbox_directory import SandboxDirectory
+
+    tree = processes.children()
+    samples = []
+    for sandbox in sandboxes:
+        outer, _ = SandboxDirectory(home / "local" / "sandboxes" / str(sandbox.sandbox_id)).processes()
+        assert outer is not None
+        samples.append(_pss_of_tree(outer.pid, tree))
+    return tuple(samples)
 
 
 def _raw(home: Path, count: int) -> tuple[float, ...]:
@@ -71,7 +76,7 @@ def _raw(home: Path, count: int) -> tuple[float, ...]:
         bubblewrap.close()
 
 
-def _own_processes(home: Path) -> float:
+def own_processes(home: Path) -> float:
     """PSS of this process, its helpers and the guardian of this home."""
     mine = {os.getpid()}
     tree = processes.children()

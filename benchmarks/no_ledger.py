@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,17 @@ class Forgetful:
     async def leases(self, **_: Any) -> list[Lease]:
         return []
 
-    async def owners(self, host: str) -> list[Owner]:
+    async def owners(self) -> list[Owner]:
+        return []
+
+    async def accounts(self) -> list[tuple[str, str]]:
         return []
 
     async def history(self, lease_id: str) -> list[HistoryLine]:
         return []
+
+    async def restore(self, leases: Iterable[Lease]) -> None:
+        pass
 
     async def forget(self, *, gone_before: float) -> int:
         return 0

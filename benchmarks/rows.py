@@ -19,6 +19,18 @@ def _life(home: Path, given: Namespace) -> Comparison:
     return life.whole_life(home, given.samples)
 
 
+def _back_to_back(home: Path, given: Namespace) -> Comparison:
+    from benchmarks import life
+
+    return life.back_to_back(home, given.samples)
+
+
+def _many(home: Path, given: Namespace) -> list[Comparison]:
+    from benchmarks import many
+
+    return many.against_ten(home, given.many)
+
+
 def _exec(home: Path, given: Namespace) -> Comparison:
     from benchmarks import life
 
@@ -114,8 +126,10 @@ def _actions(name: str, *, large: bool = False) -> Measure:
 SECTIONS: dict[str, dict[str, Measure]] = {
     "The local provider": {
         "life": _life,
+        "life-back-to-back": _back_to_back,
         "exec": _exec,
         "memory": _memory,
+        "many": _many,
         "import": _import,
         "transfer": _transfer,
         "tree": _tree,
