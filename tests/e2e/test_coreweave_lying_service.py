@@ -13,13 +13,14 @@ from tests.coreweave_emulator import needs_emulator
 from lowtide.errors import (
     LowtideError,
     RequestTimeoutError,
+    SandboxError,
     SandboxNotFoundError,
     SandboxUnavailableError,
     ValidationError,
 )
 from lowtide.lifecycle.lease import new_lease_id
 from lowtide.providers.base import Labels, SandboxSpec
-from lowtide.providers.coreweave import CoreWeaveOptions, CoreWeaveProvider, lookup
+from lowtide.providers.coreweave import CoreWeaveOptions, CoreWeaveProvider, lookup, snapshots
 
 pytestmark = [*needs_emulator, pytest.mark.timeout(60)]
 
@@ -33,6 +34,7 @@ class Service:
         self.pb, self._grpc = sandbox_pb2, sandbox_pb2_grpc
         self.lies: dict[str, Callable[[Any, Any], Any]] = {}
         self.table: dict[str, Any] = {}
+        self.snapshots: dict[str, str] = {}
         self._requests: dict[str, str] = {}
 
     def running(self) -> list[str]:
@@ -62,6 +64,16 @@ class Service:
     def DeleteSandbox(self, request: Any) -> Any:
         self.table[request.sandbox_id].status.state = self.pb.STATE_TERMINATED
         return self.pb.DeleteSandboxResponse(sandbox=self.table[request.sandbox_id])
+
+    def CreateFileSystemSnapshot(self, request: Any) -> Any:
+        key = request.request_id or f"no key {len(self.snapshots)}"
+        made = self.snapshots.setdefault(key, f"snapshot-{len(self.snapshots)}")
+        return self.pb.FileSystemSnapshot(file_system_snapshot_id=made, state=self.pb.SNAPSHOT_STATE_CREATING)
+
+    def GetFileSystemSnapshot(self, request: Any) -> Any:
+        return self.pb.FileSystemSnapshot(
+            file_system_snapshot_id=request.file_system_snapshot_id, state=self.pb.SNAPSHOT_STATE_READY
+        )
 
     def StreamLogs(self, request: Any) -> Any:
         return self.pb.LogEntry(data=b"all")
@@ -229,6 +241,41 @@ async def test_a_log_that_cannot_be_read_is_not_its_end() -> None:
         made = await provider.create(spec())
         with pytest.raises(SandboxUnavailableError, match="cannot be read"):
             [one async for one in provider.logs(made.sandbox_id, follow=True, tail_lines=None)]
+
+
+async def test_a_snapshot_whose_answer_is_lost_is_taken_once() -> None:
+    import grpc
+
+    answers = iter([grpc.StatusCode.UNAVAILABLE])
+    service = Service()
+    service.lies["CreateFileSystemSnapshot"] = lambda request, honest: next(answers, honest)
+    async with service.provider() as provider:
+        made = await provider.create(spec())
+        assert await provider.snapshot(made.sandbox_id, "name") == "snapshot-0"
+    assert list(service.snapshots.values()) == ["snapshot-0"]
+
+
+async def test_a_snapshot_that_is_never_ready_is_an_error_with_its_id(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(snapshots, "_READY_SECONDS", 0.1)
+    service = Service()
+    creating = service.pb.FileSystemSnapshot(state=service.pb.SNAPSHOT_STATE_CREATING)
+    service.lies["GetFileSystemSnapshot"] = lambda request, honest: creating
+    async with service.provider() as provider:
+        made = await provider.create(spec())
+        with pytest.raises(RequestTimeoutError, match="snapshot-0"):
+            await provider.snapshot(made.sandbox_id, "name")
+
+
+async def test_a_snapshot_that_failed_says_why() -> None:
+    service = Service()
+    failed = service.pb.FileSystemSnapshot(state=service.pb.SNAPSHOT_STATE_FAILED, state_reason="no bucket")
+    service.lies["GetFileSystemSnapshot"] = lambda request, honest: failed
+    async with service.provider() as provider:
+        made = await provider.create(spec())
+        with pytest.raises(SandboxError, match="no bucket"):
+            await provider.snapshot(made.sandbox_id, "name")
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ class FilesConformance(Conformance):
 
     @pytest.mark.slow
     @pytest.mark.timeout(900)
-    def test_a_file_of_300_megabytes_goes_in_and_out(
+    def test_a_big_file_goes_in_and_out(
         self, box: Sandbox, place: str, provider_under_test: ProviderUnderTest, tmp_path: Path
     ) -> None:
         source, back = tmp_path / "source", tmp_path / "back"
