@@ -22,6 +22,7 @@ globals().update(
     suite.tests(
         suite.ProviderUnderTest(
             name="coreweave",
+            big_file_bytes=60_000_000,  # moved as on Docker, where it is five times that
             parallel=12,
             snapshot_keywords={"provider_options": {"file_system_snapshot": {"mount_path": "/opt"}}},
             snapshot_of="/opt",

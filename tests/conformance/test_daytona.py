@@ -22,6 +22,7 @@ globals().update(
     suite.tests(
         suite.ProviderUnderTest(
             name="daytona",
+            big_file_bytes=60_000_000,  # moved as on E2B, where it is five times that
             keywords={"provider_options": {"user": "root"}},
             parallel=12,
             timeout_seconds=4.0,
