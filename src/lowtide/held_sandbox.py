@@ -17,9 +17,9 @@ from lowtide.errors import (
     SandboxNotFoundError,
     SessionClosedError,
 )
+from lowtide.in_background import in_background
 from lowtide.lifecycle.lease import EndReport, Keep, Lease, LeaseState, Outcome
 from lowtide.operation import generation
-from lowtide.process_driver import in_background
 from lowtide.providers import registry
 from lowtide.providers.base import Provider, SandboxInfo, SandboxSpec, SandboxState
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, C
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import CommandTimeoutError, LowtideError, OutputLimitError, SandboxError
+from lowtide.in_background import in_background
 from lowtide.stream import StreamReader
 
 if TYPE_CHECKING:
@@ -362,19 +363,6 @@ async def _quietly(work: Awaitable[None]) -> None:
         await work
     except Exception as error:
         logging.getLogger("lowtide").warning("could not end a command: %s: %s", type(error).__name__, error)
-
-
-_background: set[asyncio.Task[Any]] = set()
-
-
-def in_background(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    """Run `work` to its end whatever happens to the caller. The loop itself only holds tasks weakly."""
-    import asyncio
-
-    task = asyncio.get_running_loop().create_task(work)
-    _background.add(task)
-    task.add_done_callback(_background.discard)
-    return task
 
 
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:

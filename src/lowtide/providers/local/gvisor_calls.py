@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 from lowtide.errors import LowtideError, SandboxFailedError, SandboxUnavailableError, ValidationError
+from lowtide.in_background import in_background
 from lowtide.providers.base import STDOUT, Capability, ProcessHandle, ProcessSpec
 from lowtide.providers.inside import Clients
 from lowtide.providers.inside.calls import Calls
@@ -172,12 +173,7 @@ class ExecChannel:
 
     def close(self) -> None:
         """Its input ends, and with it the exec."""
-        task = asyncio.get_running_loop().create_task(self._process.aclose())
-        _closing.add(task)
-        task.add_done_callback(_closing.discard)
-
-
-_closing: set[asyncio.Task[None]] = set()
+        in_background(self._process.aclose())
 
 
 async def _blocks(descriptor: int, size: int | None) -> AsyncIterator[bytes]:
