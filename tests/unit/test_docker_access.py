@@ -151,7 +151,7 @@ def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
 )
 async def test_what_answers_is_no_engine(answer: bytes) -> None:
     pytest.importorskip("aiodocker")
-    from lowtide.providers.docker.client import RawStream
+    from lowtide.providers.docker.errors import mapped
 
     with _answering(answer) as port:
         provider = DockerProvider.connect({"DOCKER_HOST": f"tcp://127.0.0.1:{port}"})
@@ -159,6 +159,6 @@ async def test_what_answers_is_no_engine(answer: bytes) -> None:
             _ = provider.account
         client = await provider.client()
         if b"200 OK" not in answer:
-            with pytest.raises(SandboxUnavailableError), client.translated("x"):
-                await client.attach("exec/x/start", {}, RawStream())
+            with pytest.raises(SandboxUnavailableError), mapped("x"):
+                await client.attach("x")
         await provider.aclose()

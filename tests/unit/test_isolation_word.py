@@ -28,6 +28,12 @@ def test_a_provider_without_it_is_named_before_anything_is_made(provider: str) -
     assert caught.value.alternative
 
 
+def test_on_docker_it_does_not_go_together_with_an_allow_list() -> None:
+    with pytest.raises(UnsupportedError, match="together with isolation=gvisor") as caught:
+        Sandbox.run(provider="docker", isolation="gvisor", network=["example.com"])
+    assert (caught.value.provider, caught.value.feature) == ("docker", "network-allow")
+
+
 def test_on_docker_it_is_the_runtime() -> None:
     def host_config(spec: SandboxSpec) -> dict[str, object]:
         body = container.create_body(spec, "image", volume="v", publish=False, key=b"k" * 16)

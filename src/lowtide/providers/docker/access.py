@@ -13,13 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from lowtide.errors import (
-    AuthenticationError,
-    LowtideError,
-    SandboxUnavailableError,
-    UnsupportedError,
-    ValidationError,
-)
+from lowtide.errors import UnsupportedError, ValidationError
+from lowtide.providers.docker.errors import SERVICE, mapped
 
 KEEP = (
     "DOCKER_HOST",
@@ -69,12 +64,11 @@ class Endpoint:
             if cert.exists() or key.exists():
                 context.load_cert_chain(str(cert), str(key))
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-            raise ValidationError(
+            words = (
                 f"the certificates in {self.cert_path} cannot be used ({error}): ca.pem, cert.pem and key.pem are "
-                "what DOCKER_CERT_PATH or the docker context holds",
-                argument="DOCKER_CERT_PATH",
-                provider="docker",
-            ) from error
+                "what DOCKER_CERT_PATH or the docker context holds"
+            )
+            raise SERVICE.error(ValidationError, words, argument="DOCKER_CERT_PATH") from error
         return context
 
 
@@ -113,9 +107,9 @@ def _endpoint(url: str, certs: str | None, verified: bool = True) -> Endpoint:
         port = port or (2376 if certs else 2375)
         return Endpoint(url=url, host=parts.hostname, port=port, cert_path=certs, verified=verified)
     if parts.scheme == "ssh":
-        raise UnsupportedError(
+        raise SERVICE.error(
+            UnsupportedError,
             f"the docker provider does not speak ssh ({url})",
-            provider="docker",
             argument="DOCKER_HOST",
             feature="ssh",
             alternative="forward the socket (ssh -L /tmp/docker.sock:/var/run/docker.sock HOST) and set DOCKER_HOST=unix:///tmp/docker.sock",
@@ -124,11 +118,8 @@ def _endpoint(url: str, certs: str | None, verified: bool = True) -> Endpoint:
 
 
 def _not_an_address(url: str) -> ValidationError:
-    return ValidationError(
-        f"DOCKER_HOST is unix://PATH or tcp://HOST:PORT, not {url!r}",
-        argument="DOCKER_HOST",
-        provider="docker",
-    )
+    words = f"DOCKER_HOST is unix://PATH or tcp://HOST:PORT, not {url!r}"
+    return SERVICE.error(ValidationError, words, argument="DOCKER_HOST")
 
 
 def _from_context(environ: Mapping[str, str]) -> Endpoint | None:
@@ -148,11 +139,8 @@ def _from_context(environ: Mapping[str, str]) -> Endpoint | None:
         engine = meta["Endpoints"]["docker"]
         host, verified = str(engine["Host"]), not engine.get("SkipTLSVerify")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValidationError(
-            f"there is no docker context {name!r} in {directory}: `docker context ls` shows them, DOCKER_HOST goes before",
-            argument="DOCKER_CONTEXT",
-            provider="docker",
-        ) from error
+        words = f"there is no docker context {name!r} in {directory}: `docker context ls` shows them, DOCKER_HOST goes before"
+        raise SERVICE.error(ValidationError, words, argument="DOCKER_CONTEXT") from error
     certs = directory / "contexts" / "tls" / place / "docker"
     return _endpoint(host, str(certs) if certs.is_dir() or host.startswith("https:") else None, verified)
 
@@ -193,28 +181,15 @@ def _engine_id(endpoint: Endpoint) -> str:
         )
     else:
         connection = http.client.HTTPConnection(str(endpoint.host), endpoint.port, timeout=10)
-    try:
-        connection.request("GET", "/info")
-        answer = connection.getresponse()
-        if answer.headers.get("Libpod-Api-Version"):
-            return "podman"  # Podman makes up a new id for each answer
-        return str(json.loads(answer.read()).get("ID", ""))
-    except (OSError, ValueError, AttributeError, http.client.HTTPException) as error:
-        raise unreachable(endpoint, error) from error
-    finally:
-        connection.close()
-
-
-def unreachable(endpoint: Endpoint, error: BaseException) -> LowtideError:
-    """What to say when the engine cannot be reached."""
-    if isinstance(error, PermissionError):
-        return AuthenticationError(
-            f"no permission on the engine's socket {endpoint.url}: join the group that owns it (usually `docker`), "
-            "or run a rootless engine and set DOCKER_HOST to its socket",
-            provider="docker",
-        )
-    return SandboxUnavailableError(
-        f"no container engine answers at {endpoint.url} ({error}): start Docker or `podman system service`, "
-        "or set DOCKER_HOST to where it listens",
-        provider="docker",
-    )
+    with mapped():
+        try:
+            connection.request("GET", "/info")
+            answer = connection.getresponse()
+            if answer.headers.get("Libpod-Api-Version"):
+                return "podman"  # Podman makes up a new id for each answer
+            return str(json.loads(answer.read()).get("ID", ""))
+        except (OSError, ValueError, AttributeError, http.client.HTTPException) as error:
+            kind = PermissionError if isinstance(error, PermissionError) else OSError
+            raise kind(f"{endpoint.url}: {error}") from error
+        finally:
+            connection.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from lowtide.errors import LowtideError, ResourceExhaustedError, SandboxUnavailableError
 from lowtide.providers.base import Labels
 from lowtide.providers.docker import container, ended
-from lowtide.providers.docker.client import RawStream, checked_id
+from lowtide.providers.docker.client import Frames, checked_id
+from lowtide.providers.docker.errors import SERVICE, mapped
 from lowtide.providers.inside.program import KEY, READER
 
 if TYPE_CHECKING:
@@ -17,26 +19,28 @@ if TYPE_CHECKING:
 class ExecChannel:
     """Implements `inside.Channel`."""
 
-    def __init__(self, stream: RawStream, sandbox_id: str) -> None:
-        self._stream, self._sandbox_id = stream, sandbox_id
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sandbox_id: str) -> None:
+        self._frames, self._writer, self._sandbox_id = Frames(reader), writer, sandbox_id
 
     async def send(self, data: bytes) -> None:
-        await self._stream.write(data)
+        self._writer.write(data)
+        await self._writer.drain()
 
     async def receive(self) -> bytes:
-        while (chunk := await self._stream.next()) is not None:
+        while (chunk := await self._frames.next()) is not None:
             if chunk[1].startswith(b"OCI runtime exec failed"):  # on standard output, by the engine
-                raise ResourceExhaustedError(
-                    f"the engine could not start anything in the sandbox: {chunk[1][:400].decode(errors='replace')}",
-                    provider="docker",
-                    sandbox_id=self._sandbox_id,
+                words = chunk[1][:400].decode(errors="replace")
+                raise SERVICE.error(
+                    ResourceExhaustedError,
+                    f"the engine could not start anything in the sandbox: {words}",
+                    self._sandbox_id,
                 )
             if chunk[0] == 1:
                 return chunk[1]
         return b""
 
     def close(self) -> None:
-        self._stream.close()
+        self._writer.transport.abort()
 
 
 async def open_channel(provider: DockerProvider, sandbox_id: str, first: bytes) -> ExecChannel:
@@ -44,19 +48,20 @@ async def open_channel(provider: DockerProvider, sandbox_id: str, first: bytes) 
     client = await provider.client()
     if sandbox_id in provider.asleep:
         raise ended.paused(sandbox_id)
-    stream = RawStream()
+    channel: ExecChannel | None = None
     try:
-        with client.translated(sandbox_id):
+        with mapped(sandbox_id):
             box = client.container(checked_id(sandbox_id))
             made = await box.exec([container.PROGRAM, "attach"], stdin=True, user=READER)
-            await client.attach(f"exec/{made.id}/start", {"Detach": False, "Tty": False}, stream)
-            await stream.write(first)
+            channel = ExecChannel(*await client.attach(made.id), sandbox_id)
+            await channel.send(first)
     except BaseException as error:
-        stream.close()
+        if channel is not None:
+            channel.close()
         if not isinstance(error, LowtideError):
             raise
         raise await ended.explained(provider, sandbox_id, error) from error.__cause__
-    return ExecChannel(stream, sandbox_id)
+    return channel
 
 
 async def key_of(provider: DockerProvider, sandbox_id: str) -> bytes:
@@ -68,9 +73,5 @@ async def key_of(provider: DockerProvider, sandbox_id: str) -> bytes:
             name, _, value = line.partition("=")
             if name == KEY:
                 return bytes.fromhex(value)
-    raise SandboxUnavailableError(
-        "this container has no key: it was made by another version of lowtide",
-        provider="docker",
-        sandbox_id=sandbox_id,
-        retryable=False,
-    )
+    words = "this container has no key: it was made by another version of lowtide"
+    raise SERVICE.error(SandboxUnavailableError, words, sandbox_id, retryable=False)

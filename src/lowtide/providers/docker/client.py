@@ -1,7 +1,7 @@
 """The connection to one engine: aiodocker for the API, and the two kinds of stream it does not cover.
 
-aiodocker has no half-close (a command's standard input could never end while its output is read) and
-holds archives in memory, so those two go over its session or a connection of our own.
+aiodocker holds archives in memory, and its own stream of an exec breaks with assertions and is closed only when
+all is sent; so those two go over its session or a connection of our own.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from lowtide.errors import MissingDependencyError, SandboxNotFoundError
+from lowtide.errors import SandboxNotFoundError
+from lowtide.providers import hosted
 from lowtide.providers.docker.access import Endpoint
-from lowtide.providers.docker.errors import translated
+from lowtide.providers.docker.errors import SERVICE
 
 if TYPE_CHECKING:
     import aiodocker
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 API_VERSION = "v1.41"  # Docker 20.10 and later, Podman 4 and later
 HIGH_WATER = 1 << 20
+_PIECE_BYTES = 64 << 10
+_HEAD = struct.Struct(">BxxxL")
+"""Before each piece of a process's output: which stream, how long."""
 
 
 class EngineClient:
@@ -34,11 +37,7 @@ class EngineClient:
             import aiodocker
             import aiohttp
         except ImportError as error:
-            raise MissingDependencyError(
-                "the docker provider needs aiodocker: pip install 'lowtide[docker]'",
-                install="pip install 'lowtide[docker]'",
-                provider="docker",
-            ) from error
+            raise hosted.missing_dependency("docker", "aiodocker") from error
         self.endpoint = endpoint
         self.loop = asyncio.get_running_loop()
         self._ssl = endpoint.ssl_context()
@@ -63,9 +62,6 @@ class EngineClient:
         await self.docker.close()
         await self._session.close()
 
-    def translated(self, sandbox_id: str | None = None) -> Any:
-        return translated(self.endpoint, sandbox_id)
-
     def container(self, sandbox_id: str) -> Any:
         return self.docker.containers.container(sandbox_id)
 
@@ -78,236 +74,99 @@ class EngineClient:
     @asynccontextmanager
     async def stream(self, method: str, path: str, **options: Any) -> AsyncIterator[aiohttp.ClientResponse]:
         """A request whose body, either way, is too large to hold."""
-        import aiodocker
-
         async with self._session.request(method, self._base + path, **options) as answer:
             if answer.status >= 400:
-                raise aiodocker.DockerError(answer.status, _message(await answer.read()))
+                raise _refusal(answer.status, await answer.read())
             yield answer
 
-    async def attach(self, path: str, body: dict[str, Any] | None, connection: RawStream) -> None:
-        """POST, and hand the connection's both directions to `connection`."""
-        if self.endpoint.socket_path is not None:
-            await self.loop.create_unix_connection(lambda: connection, self.endpoint.socket_path)
+    async def printed(self, sandbox_id: str, params: Mapping[str, str]) -> AsyncIterator[bytes]:
+        """What a container's main process prints, as the engine keeps it: the last ten megabytes.
+
+        A last line that does not end is lost by the engine now and then, when the container ends with it. Podman
+        stops to follow when it removes the log of a container that ended, so what was printed last may not come.
+        """
+        import aiohttp
+
+        quiet = aiohttp.ClientTimeout(total=None, sock_connect=10)  # nobody knows when it prints again
+        path = f"containers/{sandbox_id}/logs"
+        async with self.stream("GET", path, params=params, timeout=quiet) as answer:
+            frames = Frames(answer.content)
+            while (piece := await frames.next()) is not None:
+                yield piece[1]
+
+    async def attach(self, exec_id: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Start an exec that was made, and have the connection's both directions."""
+        endpoint = self.endpoint
+        if endpoint.socket_path is not None:
+            reader, writer = await asyncio.open_unix_connection(endpoint.socket_path, limit=HIGH_WATER)
         else:
-            host, port = str(self.endpoint.host), self.endpoint.port or 0
-            await self.loop.create_connection(lambda: connection, host, port, ssl=self._ssl)
-        data = json.dumps(body).encode() if body is not None else b""
-        connection.request(
-            f"POST /{API_VERSION}/{path} HTTP/1.1\r\nHost: docker\r\nContent-Type: application/json\r\n"
-            f"Connection: Upgrade\r\nUpgrade: tcp\r\nContent-Length: {len(data)}\r\n\r\n".encode()
-            + data
-        )
-        await connection.upgraded
+            reader, writer = await asyncio.open_connection(
+                endpoint.host, endpoint.port, ssl=self._ssl, limit=HIGH_WATER
+            )
+        try:
+            body = json.dumps({"Detach": False, "Tty": False}).encode()
+            writer.write(
+                f"POST /{API_VERSION}/exec/{exec_id}/start HTTP/1.1\r\nHost: docker\r\n"
+                "Content-Type: application/json\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n"
+                f"Content-Length: {len(body)}\r\n\r\n".encode()
+                + body
+            )
+            status = _status(await reader.readuntil(b"\r\n\r\n"))
+            if status >= 400:
+                said = b""  # one object; the engine may keep the connection after it
+                while not said.rstrip().endswith(b"}") and (more := await reader.read(_PIECE_BYTES)):
+                    said += more
+                raise _refusal(status, said)
+        except BaseException as error:
+            writer.transport.abort()
+            if isinstance(error, asyncio.LimitOverrunError):
+                raise _no_engine() from error
+            raise
+        return reader, writer
+
+
+class Frames:
+    """A process's standard output and error as the engine sends them on one connection."""
+
+    def __init__(self, reader: asyncio.StreamReader | aiohttp.StreamReader) -> None:
+        self._reader = reader
+        self._stream, self._left = 1, 0  # of the frame that is being read
+
+    async def next(self) -> tuple[int, bytes] | None:
+        """The next piece and which of the two it is of; None at the end."""
+        while not self._left:
+            try:
+                self._stream, self._left = _HEAD.unpack(await self._reader.readexactly(_HEAD.size))
+            except asyncio.IncompleteReadError:
+                return None
+        piece = await self._reader.read(min(self._left, _PIECE_BYTES))
+        self._left -= len(piece)
+        return (self._stream, piece) if piece else None
 
 
 def checked_id(sandbox_id: str) -> str:
     """It goes into a path of the engine's API, where `.` and `..` would lead elsewhere."""
-    plain = sandbox_id.isascii() and all(c.isalnum() or c in "_.-" for c in sandbox_id)
-    if not plain or not sandbox_id[:1].isalnum():
-        raise SandboxNotFoundError(
-            f"not a sandbox id: {sandbox_id!r}", provider="docker", sandbox_id=sandbox_id
-        )
+    if not hosted.is_word(sandbox_id):
+        raise SERVICE.error(SandboxNotFoundError, f"not a sandbox id: {sandbox_id!r}", sandbox_id)
     return sandbox_id
 
 
-def _message(body: bytes) -> str:
+def _status(head: bytes) -> int:
+    words = head.split(b" ", 2)
+    if len(words) < 2 or not words[0].startswith(b"HTTP/") or not words[1].isdigit():
+        raise _no_engine()
+    return int(words[1])
+
+
+def _no_engine() -> ConnectionResetError:
+    return ConnectionResetError("what answers there does not speak the engine's API")
+
+
+def _refusal(status: int, body: bytes) -> Exception:
+    import aiodocker
+
     try:
-        return str(json.loads(body)["message"])
+        words = str(json.loads(body)["message"])
     except (ValueError, KeyError, TypeError):
-        return body[:2000].decode("utf-8", "replace")
-
-
-_FRAME = struct.Struct(">BxxxL")
-
-
-class RawStream(asyncio.Protocol):
-    """One upgraded connection: frames of standard output and error in, standard input out.
-
-    `on_data` gets (stream, bytes) as they come. Reading pauses while `held` says that too much waits.
-    """
-
-    def __init__(self, *, framed: bool = True, on_data: Callable[[int, bytes], None] | None = None) -> None:
-        loop = asyncio.get_running_loop()
-        self.upgraded: asyncio.Future[None] = loop.create_future()
-        self.closed: asyncio.Future[None] = loop.create_future()
-        """Done when the engine has closed its side, whatever the reason."""
-        self.lost: Exception | None = None
-        self._framed = framed
-        self._on_data = on_data or self._keep
-        self._transport: asyncio.Transport | None = None
-        self._head: bytearray | None = bytearray()
-        self._status = 0
-        self._buffer = bytearray()
-        self._left = 0  # bytes of the current frame that are still to come
-        self._stream = 1
-        self._reading = True
-        self._can_write: asyncio.Future[None] | None = None
-        self._chunks: deque[tuple[int, bytes]] = deque()
-        self._waiting = 0
-        self._news: asyncio.Future[None] | None = None
-        self._loop = loop
-
-    # -- reading
-
-    async def next(self) -> tuple[int, bytes] | None:
-        """The next piece when no `on_data` was given, or None at the end."""
-        while not self._chunks:
-            if self.closed.done():
-                if self.lost is not None:
-                    raise self.lost
-                return None
-            self._news = self._loop.create_future()
-            await self._news
-        chunk = self._chunks.popleft()
-        self._waiting -= len(chunk[1])
-        if not self._reading and self._waiting < HIGH_WATER // 2:
-            self.resume_reading()
-        return chunk
-
-    def _keep(self, stream: int, data: bytes) -> None:
-        self._chunks.append((stream, data))
-        self._waiting += len(data)
-        if self._waiting > HIGH_WATER:
-            self.pause_reading()
-        self._tell()
-
-    def _tell(self) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
-
-    def pause_reading(self) -> None:
-        if self._reading and self._transport is not None and not self._transport.is_closing():
-            self._reading = False
-            self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        if not self._reading and self._transport is not None and not self._transport.is_closing():
-            self._reading = True
-            self._transport.resume_reading()
-
-    # -- writing
-
-    def request(self, data: bytes) -> None:
-        assert self._transport is not None
-        self._transport.write(data)
-
-    async def write(self, data: bytes) -> None:
-        """Raises BrokenPipeError when the other side is gone."""
-        if self._transport is None or self._transport.is_closing() or self.closed.done():
-            raise BrokenPipeError("the command takes no more input")
-        self._transport.write(data)
-        if self._can_write is not None:
-            await asyncio.shield(self._can_write)
-
-    def write_eof(self) -> None:
-        if (
-            self._transport is not None
-            and not self._transport.is_closing()
-            and self._transport.can_write_eof()
-        ):
-            self._transport.write_eof()
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-
-    # -- asyncio.Protocol
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        if self._head is not None:
-            self._head += data
-            end = self._head.find(b"\r\n\r\n")
-            if end < 0:
-                if len(self._head) > HIGH_WATER:
-                    self._reject()
-                return
-            words = bytes(self._head[:end]).split(b" ", 2)
-            if len(words) < 2 or not words[0].startswith(b"HTTP/") or not words[1].isdigit():
-                self._reject()
-                return
-            self._status = int(words[1])
-            data = bytes(self._head[end + 4 :])
-            self._head = None
-            if self._status < 400:
-                self.upgraded.set_result(None)
-        if self._status >= 400:
-            self._buffer += data  # the reason; the engine closes after it, or we do
-            self._refused()
-            return
-        if not self._framed:
-            if data:
-                self._on_data(1, data)
-            return
-        if self._left and len(data) < self._left and not self._buffer:
-            self._left -= len(data)
-            self._on_data(self._stream, data)
-            return
-        self._parse(data)
-
-    def _parse(self, data: bytes) -> None:
-        view = bytes(self._buffer) + data if self._buffer else data
-        self._buffer.clear()
-        at, size = 0, len(view)
-        while at < size:
-            if self._left:
-                piece = view[at : at + self._left]
-                at += len(piece)
-                self._left -= len(piece)
-                self._on_data(self._stream, piece)
-            elif size - at >= 8:
-                self._stream, self._left = _FRAME.unpack_from(view, at)
-                at += 8
-            else:
-                self._buffer += view[at:]
-                return
-
-    def _reject(self) -> None:
-        """What answers is no engine."""
-        if not self.upgraded.done():
-            self.upgraded.set_exception(
-                ConnectionResetError("what answers there does not speak the engine's API")
-            )
-        self.close()
-
-    def _refused(self) -> None:
-        import aiodocker
-
-        if self.upgraded.done():
-            return
-        try:
-            json.loads(self._buffer)  # all of it is here
-        except ValueError:
-            if not self.closed.done():
-                return
-        self.upgraded.set_exception(aiodocker.DockerError(self._status, _message(bytes(self._buffer))))
-        self.close()
-
-    def pause_writing(self) -> None:
-        self._can_write = self._loop.create_future()
-
-    def resume_writing(self) -> None:
-        if self._can_write is not None and not self._can_write.done():
-            self._can_write.set_result(None)
-        self._can_write = None
-
-    def eof_received(self) -> bool:
-        return False
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.lost = error
-        if not self.closed.done():
-            self.closed.set_result(None)
-        if self._can_write is not None and not self._can_write.done():
-            self._can_write.set_exception(BrokenPipeError("the command takes no more input"))
-            self._can_write.exception()
-        if not self.upgraded.done():
-            if self._status >= 400:
-                self._refused()
-            else:
-                self.upgraded.set_exception(error or ConnectionResetError("the engine closed the connection"))
-        self._tell()
+        words = body[:2000].decode("utf-8", "replace")
+    return aiodocker.DockerError(status, words)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from lowtide.errors import UnsupportedError
 from lowtide.providers.base import Labels, NetworkMode, SandboxInfo, SandboxSpec, SandboxState
 from lowtide.providers.docker.options import DockerOptions
+from lowtide.providers.hosted import asked_for
 from lowtide.providers.inside import program
 from lowtide.providers.network.names import NAMESERVER
 
@@ -21,73 +21,64 @@ NETWORK = "lowtide-full"
 DIRECTORY = "/.lowtide"
 PROGRAM = f"{DIRECTORY}/inside"
 CACHE_LABEL = "lowtide-cache"
-LIFETIME_LABEL = "lowtide-docker-lifetime"
 
 
 def create_body(spec: SandboxSpec, image: str, *, volume: str, publish: bool, key: bytes) -> dict[str, Any]:
     """The create call's body: identity, lifetime and limits are all inside this one request."""
     options: DockerOptions = spec.options or DockerOptions()
-    limits, network = spec.limits, spec.network
-    if limits.disk_bytes is not None:
-        raise UnsupportedError(
-            "the docker provider cannot limit the disk on every storage driver",
-            provider="docker",
-            argument="resources",
-            feature="disk-limit",
-            alternative="a tmpfs of the wanted size with read_only_root, or the local provider",
-        )
-    full = network is not None and network.mode is NetworkMode.FULL
+    full = spec.network is not None and spec.network.mode is NetworkMode.FULL
+    ports = [f"{port}/tcp" for port in spec.ports if publish and full]
     lifetime = math.ceil(spec.lifetime_seconds) if spec.lifetime_seconds else 0
-    host: dict[str, Any] = {
-        "AutoRemove": True,
-        "NetworkMode": NETWORK if full else "none",
-        "PidsLimit": limits.pids or DEFAULT_PIDS,
-        "ReadonlyRootfs": options.read_only_root,
-        "CapDrop": list(options.drop_capabilities),
-        "CapAdd": list(options.add_capabilities),
-        "SecurityOpt": ["no-new-privileges"] if options.no_new_privileges else [],
-        "Mounts": [
-            volume_mount(volume, read_only=True),
-            *(
-                {"Type": "bind", "Source": m.source, "Target": m.target, "ReadOnly": m.read_only}
-                for m in options.mounts
-            ),
-        ],
-        "LogConfig": {"Type": "json-file", "Config": {"max-size": "10m"}},
-    }
-    if network is not None and network.mode is NetworkMode.ALLOW:
-        host["Dns"] = [str(NAMESERVER)]
-    if options.tmpfs:
-        host["Tmpfs"] = dict(options.tmpfs)
-    if spec.isolation is not None or options.runtime:
-        host["Runtime"] = GVISOR_RUNTIME if spec.isolation is not None else options.runtime
-    if options.shm_bytes:
-        host["ShmSize"] = options.shm_bytes
-    host["Memory"] = host["MemorySwap"] = limits.memory_bytes or DEFAULT_MEMORY_BYTES
-    if limits.cpu:
-        host["NanoCpus"] = int(limits.cpu * 1e9)
-    body: dict[str, Any] = {
+    return {
         "Image": image,
         # Our PID 1 reaps, passes signals on and holds the lifetime: the engine's own --init could be
         # stopped beside it, and is not installed everywhere.
         "Entrypoint": [PROGRAM, "init", str(lifetime), "0"],
         "Cmd": list(spec.command or ()),
         "Env": [*(f"{k}={v}" for k, v in spec.environment.items()), f"{program.KEY}={key.hex()}"],
-        "Labels": {**spec.labels.as_dict(), LIFETIME_LABEL: str(lifetime)},
+        "Labels": spec.labels.as_dict(),
         "StopSignal": "SIGTERM",
         "Healthcheck": {"Test": ["NONE"]},
-        "HostConfig": host,
+        "HostConfig": _host(spec, options, volume, ports),
+        **asked_for(
+            {
+                "WorkingDir": spec.working_dir,
+                "User": options.user,
+                "ExposedPorts": {port: {} for port in ports},
+            }
+        ),
     }
-    if spec.working_dir:
-        body["WorkingDir"] = spec.working_dir
-    if options.user:
-        body["User"] = options.user
-    if publish and full and spec.ports:
-        body["ExposedPorts"] = {f"{port}/tcp": {} for port in spec.ports}
-        host["PortBindings"] = {
-            f"{port}/tcp": [{"HostIp": "127.0.0.1", "HostPort": ""}] for port in spec.ports
+
+
+def _host(spec: SandboxSpec, options: DockerOptions, volume: str, ports: list[str]) -> dict[str, Any]:
+    """What of the engine's machine it gets."""
+    limits, mode = spec.limits, spec.network.mode if spec.network is not None else NetworkMode.NONE
+    memory = limits.memory_bytes or DEFAULT_MEMORY_BYTES
+    mounts = [
+        {"Type": "bind", "Source": m.source, "Target": m.target, "ReadOnly": m.read_only}
+        for m in options.mounts
+    ]
+    return asked_for(
+        {
+            "AutoRemove": True,
+            "NetworkMode": NETWORK if mode is NetworkMode.FULL else "none",
+            "Dns": [str(NAMESERVER)] if mode is NetworkMode.ALLOW else None,
+            "PortBindings": {port: [{"HostIp": "127.0.0.1", "HostPort": ""}] for port in ports},
+            "PidsLimit": limits.pids or DEFAULT_PIDS,
+            "Memory": memory,
+            "MemorySwap": memory,
+            "NanoCpus": int(limits.cpu * 1e9) if limits.cpu else None,
+            "ReadonlyRootfs": options.read_only_root,
+            "CapDrop": list(options.drop_capabilities),
+            "CapAdd": list(options.add_capabilities),
+            "SecurityOpt": ["no-new-privileges"] if options.no_new_privileges else None,
+            "Mounts": [volume_mount(volume, read_only=True), *mounts],
+            "Tmpfs": dict(options.tmpfs),
+            "Runtime": GVISOR_RUNTIME if spec.isolation is not None else options.runtime,
+            "ShmSize": options.shm_bytes or None,
+            "LogConfig": {"Type": "json-file", "Config": {"max-size": "10m"}},
         }
-    return body
+    )
 
 
 def carrier_body(spec: SandboxSpec, image: str, *, volume: str) -> dict[str, Any]:

@@ -7,17 +7,12 @@ import tarfile
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from lowtide.errors import (
-    LowtideError,
-    SandboxError,
-    SandboxFailedError,
-    SandboxNotFoundError,
-    ValidationError,
-)
+from lowtide.errors import SandboxFailedError, SandboxNotFoundError, UnsupportedError, ValidationError
 from lowtide.providers.base import SandboxSpec, SandboxState
 from lowtide.providers.docker import container, images
 from lowtide.providers.docker.channel import key_of
 from lowtide.providers.docker.client import EngineClient
+from lowtide.providers.docker.errors import SERVICE, mapped
 from lowtide.providers.docker.options import DockerOptions, PullPolicy
 from lowtide.providers.inside import program
 
@@ -37,7 +32,7 @@ class Creation:
         import aiodocker
 
         client, spec, options, image = self._client, self._spec, self._options, self._image
-        with client.translated(spec.lease_id):
+        with mapped(spec.lease_id):
             volume = f"lowtide-inside-{program.fingerprint(await client.architecture())}"
             body = container.create_body(
                 spec, image, volume=volume, publish=client.endpoint.local, key=self.key
@@ -71,7 +66,7 @@ class Creation:
                     elif container.PROGRAM in error.message and attempt < 2:
                         await self._fill_volume(volume)
                     else:
-                        raise _not_started(error, spec) from error
+                        raise self._not_started(error) from error
 
     async def _start(self) -> None:
         if self._spec.command is not None:
@@ -88,12 +83,8 @@ class Creation:
         info = container.from_inspect(facts)
         labels = info.labels if info else {}
         if any(labels.get(key) != value for key, value in spec.labels.as_dict().items()):
-            raise SandboxFailedError(
-                f"a container named {spec.lease_id} exists and is not this sandbox",
-                reason="name-taken",
-                provider="docker",
-                sandbox_id=spec.lease_id,
-            )
+            words = f"a container named {spec.lease_id} exists and is not this sandbox"
+            raise self._failed(words, "name-taken")
         if info is not None and info.state is SandboxState.PENDING:
             await self._start()
         self.key = await key_of(self._provider, spec.lease_id)  # of that try
@@ -102,19 +93,10 @@ class Creation:
     async def _get_image(self) -> None:
         spec, image, options = self._spec, self._image, self._options
         if spec.snapshot:
-            raise SandboxFailedError(
-                f"no snapshot {image} on this engine",
-                reason="snapshot-missing",
-                provider="docker",
-                sandbox_id=spec.lease_id,
-            )
+            raise self._failed(f"no snapshot {image} on this engine", "snapshot-missing")
         if options.pull is PullPolicy.NEVER:
-            raise SandboxFailedError(
-                f"the image {image} is not on this engine and pull is 'never': docker pull {image}",
-                reason="image-missing",
-                provider="docker",
-                sandbox_id=spec.lease_id,
-            )
+            words = f"the image {image} is not on this engine and pull is 'never': docker pull {image}"
+            raise self._failed(words, "image-missing")
         await self._provider.pull(image)
 
     async def _make_network(self) -> None:
@@ -151,6 +133,33 @@ class Creation:
         with suppress(aiodocker.DockerError):
             await self._client.container(name).delete(force=True, v=True)
 
+    def _not_started(self, error: Any) -> Exception:
+        known = SERVICE.translated(error, self._spec.lease_id) or error
+        if error.status not in (400, 404, 500) or getattr(known, "argument", None) == "user":
+            return known
+        return self._failed(f"the engine could not start the container: {error.message.strip()}", "start")
+
+    def _failed(self, words: str, reason: str) -> SandboxFailedError:
+        return SERVICE.error(SandboxFailedError, words, self._spec.lease_id, reason=reason)
+
+
+async def check_gvisor(client: EngineClient, spec: SandboxSpec) -> None:
+    """Whether the engine has the runtime that a stronger wall takes. Asked before anything is made."""
+    options: DockerOptions = spec.options or DockerOptions()
+    if options.runtime not in (None, container.GVISOR_RUNTIME):
+        words = f"isolation='gvisor' is the runtime {container.GVISOR_RUNTIME}, and provider_options name {options.runtime}"
+        raise SERVICE.error(ValidationError, words, argument="isolation")
+    with mapped(spec.lease_id):
+        known = sorted((await client.docker.system.info()).get("Runtimes") or {})
+    if container.GVISOR_RUNTIME not in known:
+        raise SERVICE.error(
+            UnsupportedError,
+            f"the engine has no runtime {container.GVISOR_RUNTIME}; it has {', '.join(known) or 'none'}",
+            argument="isolation",
+            feature="gvisor",
+            alternative="install gVisor on the engine's machine (runsc install, then restart the engine)",
+        )
+
 
 def _archive(data: bytes) -> bytes:
     out = io.BytesIO()
@@ -170,24 +179,3 @@ def _no_such_image(error: Any) -> bool:
 
 def _name_taken(error: Any) -> bool:
     return error.status == 409 or "already in use" in error.message  # Podman answers 500
-
-
-def _not_started(error: Any, spec: SandboxSpec) -> LowtideError:
-    words = error.message.strip()
-    if error.status in (400, 500) or error.status == 404:
-        if "unable to find user" in words or "no matching entries in passwd" in words:
-            return ValidationError(
-                f"the image knows no such user: {words}", argument="user", provider="docker"
-            )
-        return SandboxFailedError(
-            f"the engine could not start the container: {words}",
-            reason="start",
-            provider="docker",
-            sandbox_id=spec.lease_id,
-        )
-    return SandboxError(
-        f"the engine failed ({error.status}): {words}",
-        provider="docker",
-        sandbox_id=spec.lease_id,
-        retryable=error.status >= 500,
-    )

@@ -9,7 +9,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from lowtide.errors import LowtideError, SandboxGone, SandboxNotFoundError, SandboxUnavailableError
-from lowtide.providers.base import SandboxInfo, SandboxState
+from lowtide.providers.base import SandboxState
+from lowtide.providers.docker.errors import SERVICE, mapped
 from lowtide.providers.inside.program import EXPIRED
 
 if TYPE_CHECKING:
@@ -20,42 +21,28 @@ async def explained(provider: DockerProvider, sandbox_id: str, error: LowtideErr
     """A refusal to run something, as what it means: the sandbox has ended, or is paused."""
     words = str(error)
     if isinstance(error, SandboxNotFoundError) or "is not running" in words or "state improper" in words:
-        info = await _look(provider, sandbox_id)
-        if isinstance(info, LowtideError):
-            return info
+        try:
+            info = await provider.get(sandbox_id)
+        except SandboxNotFoundError:
+            return gone(sandbox_id, (await how_it_ended(provider, sandbox_id))[0])
+        except LowtideError as unknown:
+            return unknown
         if info.state is SandboxState.PAUSED:
             return paused(sandbox_id)
         if info.state.terminal or info.state is SandboxState.ENDING:
-            return gone(sandbox_id, info.reason or await why_gone(provider, sandbox_id))
+            return gone(sandbox_id, info.reason or (await how_it_ended(provider, sandbox_id))[0])
     elif "is paused" in words:
         return paused(sandbox_id)
     return error
 
 
-async def _look(provider: DockerProvider, sandbox_id: str) -> SandboxInfo | LowtideError:
-    """What it is now, or the error that says why that cannot be told: mostly that it is gone, and how."""
-    try:
-        return await provider.get(sandbox_id)
-    except SandboxNotFoundError:
-        return gone(sandbox_id, await why_gone(provider, sandbox_id))
-    except LowtideError as error:
-        return error
-
-
 def paused(sandbox_id: str) -> SandboxUnavailableError:
-    return SandboxUnavailableError(
-        "the sandbox is paused: resume() it first", provider="docker", sandbox_id=sandbox_id
-    )
+    words = "the sandbox is paused: resume() it first"
+    return SERVICE.error(SandboxUnavailableError, words, sandbox_id)
 
 
 def gone(sandbox_id: str, reason: str) -> SandboxGone:
-    return SandboxGone(
-        f"the sandbox has ended ({reason})", reason=reason, provider="docker", sandbox_id=sandbox_id
-    )
-
-
-async def why_gone(provider: DockerProvider, sandbox_id: str) -> str:
-    return (await how_it_ended(provider, sandbox_id))[0]
+    return SERVICE.error(SandboxGone, f"the sandbox has ended ({reason})", sandbox_id, reason=reason)
 
 
 async def how_it_ended(provider: DockerProvider, sandbox_id: str) -> tuple[str, int | None]:
@@ -70,7 +57,7 @@ async def how_it_ended(provider: DockerProvider, sandbox_id: str) -> tuple[str, 
     reason, code = "deleted", None
     with suppress(LowtideError, ValueError, TimeoutError):
         async with asyncio.timeout(10):
-            with client.translated(sandbox_id):
+            with mapped(sandbox_id):
                 async with client.stream("GET", "events", params=options) as answer:
                     async for line in answer.content:
                         event = json.loads(line)

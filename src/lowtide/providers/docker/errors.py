@@ -1,93 +1,88 @@
-"""Maps what the engine answers to lowtide's errors, in one place."""
+"""The one place where what the engine or the way to it answers becomes a lowtide error."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from lowtide import errors
+from lowtide.providers.hosted import Fault, Service
 
-from lowtide.errors import (
-    AuthenticationError,
-    LowtideError,
-    RateLimitError,
-    RequestTimeoutError,
-    ResourceExhaustedError,
-    SandboxError,
-    SandboxFailedError,
-    SandboxNotFoundError,
-    SandboxUnavailableError,
-    ValidationError,
+_ENGINE = "aiodocker.DockerError"
+_NO_ANSWER = 900
+"""aiodocker's own: there was no answer at all."""
+_CONNECT = "aiohttp.ClientConnectorError"
+_NO_PERMISSION = (
+    "no permission on the engine's socket ({text}): join the group that owns it (usually `docker`), "
+    "or run a rootless engine and set DOCKER_HOST to its socket"
 )
-from lowtide.providers.docker.access import Endpoint, unreachable
+_UNREACHED = (
+    "no container engine answers ({text}): start Docker or `podman system service`, "
+    "or set DOCKER_HOST to where it listens"
+)
+_BROKE = "the connection to the engine broke: {text}"
+_REFUSED = "the engine or the registry refused: {text}"
+_SLOWER = "asked to slow down: {text}"
+_MISSING = "no such sandbox: {text}"
 
-
-@contextmanager
-def translated(endpoint: Endpoint, sandbox_id: str | None = None) -> Iterator[None]:
-    """Around every call to the engine."""
-    import aiodocker
-    import aiohttp
-
-    try:
-        yield
-    except aiodocker.DockerError as error:
-        raise from_engine(endpoint, error, sandbox_id) from error
-    except TimeoutError as error:
-        if isinstance(error, LowtideError):
-            raise
-        raise RequestTimeoutError(
-            "the engine did not answer in time", provider="docker", sandbox_id=sandbox_id
-        ) from error
-    except aiohttp.ClientConnectorError as error:
-        raise unreachable(endpoint, error.os_error) from error
-    except (aiohttp.ClientError, ConnectionError) as error:
-        if isinstance(error, LowtideError):
-            raise
-        raise _cut(error, sandbox_id) from error
-    except OSError as error:
-        if isinstance(error, LowtideError):
-            raise
-        raise unreachable(endpoint, error) from error
-
-
-def _cut(error: BaseException, sandbox_id: str | None) -> SandboxUnavailableError:
-    return SandboxUnavailableError(
-        f"the connection to the engine broke: {error or type(error).__name__}",
-        provider="docker",
-        sandbox_id=sandbox_id,
-    )
-
-
-def from_engine(endpoint: Endpoint, error: Any, sandbox_id: str | None) -> LowtideError:
-    """`error` is an aiodocker.DockerError: a status and the engine's own words."""
-    status, words = int(error.status), str(error.message).strip()
-    low = words.lower()
-    context: dict[str, Any] = {"provider": "docker", "sandbox_id": sandbox_id}
-    if status == 900:  # aiodocker's own: no answer at all
-        cause = error.__context__
-        refused = getattr(cause, "os_error", None)
-        return unreachable(endpoint, refused) if refused is not None else _cut(cause or error, sandbox_id)
-    if (
-        "no space left on device" in low
-        or "resource temporarily unavailable" in low
-        or "cannot allocate memory" in low
-    ):
-        return ResourceExhaustedError(f"the engine is out of space, memory or processes: {words}", **context)
-    if status in (401, 403) or "authentication required" in low or "unauthorized" in low:
-        return AuthenticationError(f"the engine or the registry refused: {words}", **context)
-    if status == 404 and "image" in low and "container" not in low:
-        return SandboxFailedError(f"the image is not there: {words}", reason="image-missing", **context)
-    if status == 404 or "no such container" in low:
-        return SandboxNotFoundError(f"no such sandbox: {words}", **context)
-    if status == 429 or "toomanyrequests" in low:
-        return RateLimitError(f"asked to slow down: {words}", **context)
-    if (
-        "unable to find user" in low
-        or "no matching entries in passwd" in low
-        or "unable to find group" in low
-    ):
-        return ValidationError(f"the image knows no such user: {words}", argument="user", **context)
-    if status == 400:
-        return ValidationError(f"the engine refused the request: {words}", **context)
-    if status in (502, 503, 504):
-        return SandboxUnavailableError(f"the engine is not available: {words}", **context)
-    return SandboxError(f"the engine failed ({status}): {words}", retryable=status >= 500, **context)
+FAULTS = (
+    Fault(errors.AuthenticationError, of="builtins.PermissionError", words=_NO_PERMISSION),
+    Fault(errors.AuthenticationError, of=_CONNECT, cause="builtins.PermissionError", words=_NO_PERMISSION),
+    Fault(errors.AuthenticationError, _ENGINE, _NO_ANSWER, says="permission denied", words=_NO_PERMISSION),
+    Fault(
+        errors.SandboxUnavailableError, _ENGINE, _NO_ANSWER, says="cannot connect to host", words=_UNREACHED
+    ),
+    Fault(
+        errors.SandboxUnavailableError, _ENGINE, _NO_ANSWER, says="cannot connect to unix", words=_UNREACHED
+    ),
+    Fault(errors.SandboxUnavailableError, _ENGINE, _NO_ANSWER, words=_BROKE),
+    Fault(
+        errors.ResourceExhaustedError,
+        _ENGINE,
+        says=("no space left on device", "resource temporarily unavailable", "cannot allocate memory"),
+        words="the engine is out of space, memory or processes: {text}",
+    ),
+    Fault(
+        errors.ValidationError,
+        _ENGINE,
+        says=("unable to find user", "no matching entries in passwd", "unable to find group"),
+        words="the image knows no such user: {text}",
+        more={"argument": "user"},
+    ),
+    Fault(errors.AuthenticationError, _ENGINE, (401, 403), words=_REFUSED),
+    Fault(
+        errors.AuthenticationError, _ENGINE, says=("authentication required", "unauthorized"), words=_REFUSED
+    ),
+    Fault(errors.SandboxNotFoundError, _ENGINE, 404, says="container", words=_MISSING),
+    Fault(
+        errors.SandboxFailedError,
+        _ENGINE,
+        404,
+        says="image",
+        words="the image is not there: {text}",
+        more={"reason": "image-missing"},
+    ),
+    Fault(errors.SandboxNotFoundError, _ENGINE, 404, words=_MISSING),
+    Fault(errors.SandboxNotFoundError, _ENGINE, says="no such container", words=_MISSING),
+    Fault(errors.RateLimitError, _ENGINE, 429, words=_SLOWER),
+    Fault(errors.RateLimitError, _ENGINE, says="toomanyrequests", words=_SLOWER),
+    Fault(errors.ValidationError, _ENGINE, 400, words="the engine refused the request: {text}"),
+    Fault(
+        errors.SandboxUnavailableError, _ENGINE, (502, 503, 504), words="the engine is not available: {text}"
+    ),
+    Fault(
+        errors.SandboxError,
+        _ENGINE,
+        range(500, 600),
+        words="the engine failed: {text}",
+        more={"retryable": True},
+    ),
+    Fault(errors.SandboxError, _ENGINE, words="the engine failed: {text}"),
+    Fault(errors.RequestTimeoutError, of="builtins.TimeoutError", words="the engine did not answer in time"),
+    Fault(errors.SandboxUnavailableError, of=_CONNECT, words=_UNREACHED),
+    Fault(
+        errors.SandboxUnavailableError,
+        of=("aiohttp.ClientError", "builtins.ConnectionError", "asyncio.IncompleteReadError"),
+        words=_BROKE,
+    ),
+    Fault(errors.SandboxUnavailableError, of="builtins.OSError", words=_UNREACHED),
+)
+SERVICE = Service("docker", "Docker", FAULTS)
+mapped = SERVICE.mapped

@@ -23,6 +23,7 @@ from lowtide.errors import (
 )
 from lowtide.providers.base import LABEL_PREFIX
 from lowtide.providers.docker.client import EngineClient
+from lowtide.providers.docker.errors import SERVICE, mapped
 
 SNAPSHOT_REPOSITORY = "lowtide-snapshot"
 
@@ -65,20 +66,16 @@ async def pull(
         headers["X-Registry-Auth"] = base64.urlsafe_b64encode(json.dumps(login).encode()).decode()
     options = {"fromImage": name, "tag": tag}
     try:
-        with client.translated():
+        with mapped():
             async with client.stream("POST", "images/create", params=options, headers=headers) as answer:
                 async for line in answer.content:
                     if line.strip():
                         _step(reference, json.loads(line), on_progress)
-    except SandboxFailedError:
+    except (SandboxFailedError, SandboxUnavailableError):  # the second: the engine itself does not answer
         raise
     except AuthenticationError as error:
-        raise AuthenticationError(
-            f"{registry} refused to give {reference}: log in with `docker login {registry}` ({error})",
-            provider="docker",
-        ) from error
-    except SandboxUnavailableError:
-        raise  # the engine itself does not answer
+        words = f"{registry} refused to give {reference}: log in with `docker login {registry}` ({error})"
+        raise SERVICE.error(AuthenticationError, words) from error
     except LowtideError as error:
         raise _not_pulled(reference, str(error)) from error
 
@@ -100,11 +97,8 @@ def _step(reference: str, step: dict[str, Any], on_progress: Callable[[PullProgr
 
 
 def _not_pulled(reference: str, words: str) -> SandboxFailedError:
-    return SandboxFailedError(
-        f"the image {reference} is not on the engine and could not be pulled: {words}",
-        reason="image-pull",
-        provider="docker",
-    )
+    words = f"the image {reference} is not on the engine and could not be pulled: {words}"
+    return SERVICE.error(SandboxFailedError, words, reason="image-pull")
 
 
 async def credentials(config_directory: Path, registry: str) -> dict[str, str] | None:
@@ -157,7 +151,7 @@ async def commit(client: EngineClient, sandbox_id: str, name: str) -> str:
     # The tag is for people and for `list_snapshots`; never the same twice, or the older image would lose
     # its only name and nobody would find it again.
     tag = f"{re.sub(r'[^A-Za-z0-9_.-]', '-', name)[:100].lstrip('.-') or 'snapshot'}-{secrets.token_hex(4)}"
-    with client.translated(sandbox_id):
+    with mapped(sandbox_id):
         answer = await client.container(sandbox_id).commit(
             repository=SNAPSHOT_REPOSITORY,
             tag=tag,
@@ -180,7 +174,7 @@ async def delete_snapshot(client: EngineClient, snapshot_id: str) -> bool:
     """Only what we committed: other images are not ours to remove."""
     import aiodocker
 
-    with client.translated():
+    with mapped():
         try:
             answer = await client.docker.images.inspect(snapshot_id)
             if not _is_snapshot(answer):
@@ -190,15 +184,14 @@ async def delete_snapshot(client: EngineClient, snapshot_id: str) -> bool:
             if error.status == 404:
                 return False
             if error.status == 409:
-                raise SandboxError(
-                    f"snapshot {snapshot_id} is in use: {error.message}", provider="docker"
-                ) from error
+                words = f"snapshot {snapshot_id} is in use: {error.message}"
+                raise SERVICE.error(SandboxError, words) from error
             raise
     return True
 
 
 async def list_snapshots(client: EngineClient) -> Sequence[str]:
-    with client.translated():
+    with mapped():
         answer = await client.docker.images.list()
     found = [str(image["Id"]) for image in answer if _is_snapshot(image)]
     return [one if one.startswith("sha256:") else f"sha256:{one}" for one in found]

@@ -13,6 +13,7 @@ from typing import Any
 
 from lowtide.errors import UnsupportedError
 from lowtide.providers.docker.access import Endpoint
+from lowtide.providers.docker.errors import SERVICE
 from lowtide.providers.network import start
 
 
@@ -47,9 +48,9 @@ def _is_container(pid: int, container_id: str) -> bool:
 
 
 def _unsupported(why: str) -> UnsupportedError:
-    return UnsupportedError(
+    return SERVICE.error(
+        UnsupportedError,
         f"the docker provider cannot give this sandbox an allow-list: {why}",
-        provider="docker",
         argument="network",
         feature="network-allow",
         alternative="the local provider, which any user may use; or network='none'",

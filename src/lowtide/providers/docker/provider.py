@@ -9,16 +9,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from lowtide.errors import (
-    LowtideError,
-    RequestTimeoutError,
-    SandboxNotFoundError,
-    ValidationError,
-)
+from lowtide.errors import LowtideError, RequestTimeoutError, SandboxNotFoundError
+from lowtide.providers import hosted
 from lowtide.providers.base import (
     Capability,
     ProcessSpec,
@@ -30,14 +26,14 @@ from lowtide.providers.base import (
     Url,
     nothing_sent,
 )
-from lowtide.providers.docker import container, ended, images, logs, runtimes
+from lowtide.providers.docker import container, ended, images
 from lowtide.providers.docker.access import KEEP, Endpoint, fingerprint, resolve
 from lowtide.providers.docker.channel import ExecChannel, key_of, open_channel
 from lowtide.providers.docker.client import EngineClient, checked_id
-from lowtide.providers.docker.create import Creation
+from lowtide.providers.docker.create import Creation, check_gvisor
+from lowtide.providers.docker.errors import SERVICE, mapped
 from lowtide.providers.docker.options import DockerOptions
 from lowtide.providers.inside import Clients, InsideProcess
-from lowtide.providers.inside.calls import Calls
 
 if TYPE_CHECKING:
     from lowtide.providers.docker.images import PullProgress
@@ -46,7 +42,7 @@ DEFAULT_IMAGE = "python:3.11"
 _RESTART_SECONDS = 30.0  # how long a command waits for an engine that was stopped: a restart takes seconds
 
 
-class DockerProvider(Calls):
+class DockerProvider(hosted.Hosted):
     """One container per sandbox. The sandbox id is the container's name, which is the lease id."""
 
     name: ClassVar[str] = "docker"
@@ -74,7 +70,9 @@ class DockerProvider(Calls):
         }
     )
     traits: ClassVar[Traits] = Traits(
-        recovery=Recovery.BY_NAME, create_window_seconds=60.0, outlives_machine=True
+        recovery=Recovery.BY_NAME,
+        # gVisor has a network stack of its own: what is set up in the namespace behind it has no effect inside.
+        gvisor_lacks=frozenset({Capability.NETWORK_ALLOW}),
     )
     options_type: ClassVar[type | None] = DockerOptions
 
@@ -101,15 +99,8 @@ class DockerProvider(Calls):
 
     @classmethod
     def connect(cls, environ: Mapping[str, str], options: Mapping[str, Any] | None = None) -> Self:
-        given = dict(options or {})
-        host = given.pop("host", None)
-        if given:
-            raise ValidationError(
-                f"the docker provider takes the option `host`, not {sorted(given)}",
-                argument=sorted(given)[0],
-                provider="docker",
-            )
-        environ = {**environ, "DOCKER_HOST": host} if host else environ
+        given = hosted.chosen("docker", {"host": "DOCKER_HOST"}, options, environ)
+        environ = {**environ, "DOCKER_HOST": given["host"] or ""}
         return cls(resolve(environ), environ)
 
     @property
@@ -149,7 +140,7 @@ class DockerProvider(Calls):
         with nothing_sent():
             client = await self.client()
             if spec.isolation is not None:
-                await runtimes.check_gvisor(client, spec)
+                await check_gvisor(client, spec)
             if allow:
                 from lowtide.providers.docker import network
 
@@ -171,7 +162,7 @@ class DockerProvider(Calls):
         """Learn how the caller's own main process ends: with auto-remove the engine tells it only now."""
         code: int | None
         try:
-            with client.translated(spec.lease_id):
+            with mapped(spec.lease_id):
                 answer = await client.container(spec.lease_id).wait(condition="next-exit")
             code = int(answer.get("StatusCode", -1))
         except LowtideError:  # Podman looks now and then, and may find it removed
@@ -201,7 +192,7 @@ class DockerProvider(Calls):
     async def inspect(self, sandbox_id: str) -> dict[str, Any]:
         """The engine's own description. Raises SandboxNotFoundError."""
         client = await self.client()
-        with client.translated(sandbox_id):
+        with mapped(sandbox_id):
             facts: dict[str, Any] = await client.container(checked_id(sandbox_id)).show()
             return facts
 
@@ -217,9 +208,7 @@ class DockerProvider(Calls):
                 raise
             return ended
         if info is None:
-            raise SandboxNotFoundError(
-                f"{sandbox_id} is not a lowtide sandbox", provider="docker", sandbox_id=sandbox_id
-            )
+            raise SERVICE.error(SandboxNotFoundError, f"{sandbox_id} is not a lowtide sandbox", sandbox_id)
         return info
 
     async def find(self, spec: SandboxSpec) -> SandboxInfo | None:
@@ -245,7 +234,7 @@ class DockerProvider(Calls):
         query = {"all": "1", "filters": json.dumps({"label": wanted})}
         for attempt in range(10):
             try:
-                with client.translated():
+                with mapped():
                     async with client.stream("GET", "containers/json", params=query) as answer:
                         found = await answer.json()
                 break
@@ -275,7 +264,7 @@ class DockerProvider(Calls):
                 self._ours.pop(sandbox_id, None)
                 return False
         box = client.container(sandbox_id)
-        with client.translated(sandbox_id):
+        with mapped(sandbox_id):
             if grace_seconds > 0:
                 try:
                     await box.stop(t=math.ceil(grace_seconds))
@@ -297,17 +286,15 @@ class DockerProvider(Calls):
     async def _until_removed(self, sandbox_id: str) -> None:
         """The engine is removing it already. Only its absence is proof."""
         deadline = time.monotonic() + 60
-        pause = 0.005
-        while time.monotonic() < deadline:
+        for delay in hosted.backoff(0.005, 0.25):
             try:
                 await self.inspect(sandbox_id)
             except SandboxNotFoundError:
                 return
-            await asyncio.sleep(pause)
-            pause = min(pause * 2, 0.25)
-        raise RequestTimeoutError(
-            "the engine is still removing the container", provider="docker", sandbox_id=sandbox_id
-        )
+            if time.monotonic() > deadline:
+                words = "the engine is still removing the container"
+                raise SERVICE.error(RequestTimeoutError, words, sandbox_id)
+            await asyncio.sleep(delay)
 
     def _let_go(self, sandbox_id: str) -> None:
         self.forget_calls(sandbox_id)
@@ -347,23 +334,19 @@ class DockerProvider(Calls):
 
     async def renew(self, sandbox_id: str, lifetime_seconds: float) -> datetime | None:
         """PID 1 keeps the clock, and takes a new time only from who has the key."""
-        seconds = max(1, math.ceil(lifetime_seconds))
         info = await self.get(sandbox_id)
         if info.state is not SandboxState.RUNNING:
-            raise SandboxNotFoundError(
-                f"the sandbox is {info.state}", provider="docker", sandbox_id=sandbox_id
-            )
-        try:
-            async with asyncio.timeout(15):
-                granted = await (await self.clients.get(sandbox_id)).renew(seconds)
-        except TimeoutError as error:
-            raise RequestTimeoutError(
-                "the new lifetime was not confirmed", provider="docker", sandbox_id=sandbox_id
-            ) from error
-        return datetime.now(UTC) + timedelta(seconds=granted)
+            raise SERVICE.error(SandboxNotFoundError, f"the sandbox is {info.state}", sandbox_id)
+        return await self.renew_inside(sandbox_id, lifetime_seconds)
 
-    def logs(self, sandbox_id: str, *, follow: bool, tail_lines: int | None) -> AsyncIterator[bytes]:
-        return logs.read(self, sandbox_id, follow=follow, tail_lines=tail_lines)
+    async def logs(self, sandbox_id: str, *, follow: bool, tail_lines: int | None) -> AsyncIterator[bytes]:
+        await self.get(sandbox_id)  # ours, and there
+        params = {"stdout": "1", "stderr": "1", "follow": "1" if follow else "0"}
+        params["tail"] = str(tail_lines) if tail_lines is not None else "all"
+        client = await self.client()
+        with mapped(sandbox_id):
+            async for piece in client.printed(sandbox_id, params):
+                yield piece
 
     async def snapshot(self, sandbox_id: str, name: str) -> str:
         await self.get(sandbox_id)  # ours, and there
@@ -378,14 +361,14 @@ class DockerProvider(Calls):
     async def pause(self, sandbox_id: str) -> None:
         client = await self.client()
         if (await self.get(sandbox_id)).state is not SandboxState.PAUSED:
-            with client.translated(sandbox_id):
+            with mapped(sandbox_id):
                 await client.container(sandbox_id).pause()
         self.asleep.add(sandbox_id)
 
     async def resume(self, sandbox_id: str) -> None:
         client = await self.client()
         if (await self.get(sandbox_id)).state is SandboxState.PAUSED:
-            with client.translated(sandbox_id):
+            with mapped(sandbox_id):
                 await client.container(sandbox_id).unpause()
         self.asleep.discard(sandbox_id)
 
@@ -394,5 +377,4 @@ class DockerProvider(Calls):
         if self.endpoint.local:
             for published in (facts.get("NetworkSettings", {}).get("Ports") or {}).get(f"{port}/tcp") or ():
                 return Url(url=f"http://127.0.0.1:{published['HostPort']}")
-        host, number = await self.forward(sandbox_id, port)
-        return Url(url=f"http://{host}:{number}")
+        return await self.forwarded_url(sandbox_id, port)

@@ -1,12 +1,12 @@
 """What hosted services have in common, so that a provider says only what its service is like.
 
-* `chosen`, `way_of`, `account`: options, then the environment; the way there; a stable name for the account
+* `chosen`, `chosen_with_key`, `way_of`, `account`: options, then the environment; the way there; a stable name for the account
 * `Service`, `Fault`: every call of the SDK has an outer deadline, and its errors are told by a table
 * `recovered`: a create whose answer was lost: look for what it made, ask again where that is safe
 * `until_ready`: wait until a sandbox can be used, or say why it never will
 * `delete`: a delete counts when the sandbox is not found any more; its states are `End`
 * `explained`: what an error on the way into a sandbox means: the control plane knows
-* `options_of`, `labels_of`, `only_ipv4`: what a create may be asked for
+* `options_of`, `labels_of`, `only_ipv4`, `asked_for`: what a create may be asked for
 * `backoff`: the delays of whoever asks again
 * `Hosted`: what their providers have in common beyond the calls of the program inside
 * `grpc`, `forked_grpc`: requests and streams over gRPC, which does not survive a fork
@@ -36,9 +36,9 @@ from __future__ import annotations
 
 from lowtide.backoff import backoff
 from lowtide.providers.hosted.access import (
-    WAY,
     account,
     chosen,
+    chosen_with_key,
     credentials_of,
     inside_key,
     is_word,
@@ -48,34 +48,33 @@ from lowtide.providers.hosted.access import (
     url_of,
     way_of,
 )
-from lowtide.providers.hosted.create import labels_of, only_ipv4, options_of, recovered
+from lowtide.providers.hosted.create import asked_for, labels_of, only_ipv4, options_of, recovered
 from lowtide.providers.hosted.destroy import End, delete
 from lowtide.providers.hosted.errors import Fault, file_error, is_own, status_of, was_raised_from
 from lowtide.providers.hosted.lookup import explained, until_ready
 from lowtide.providers.hosted.provider import Hosted
-from lowtide.providers.hosted.service import Service, failure_of, let_go, mapped_by, was_lost, within
+from lowtide.providers.hosted.service import Service, mapped_by, was_lost, within
 from lowtide.providers.hosted.transfer import Counted
 
 __all__ = [
-    "WAY",
     "Counted",
     "End",
     "Fault",
     "Hosted",
     "Service",
     "account",
+    "asked_for",
     "backoff",
     "chosen",
+    "chosen_with_key",
     "credentials_of",
     "delete",
     "explained",
-    "failure_of",
     "file_error",
     "inside_key",
     "is_own",
     "is_word",
     "labels_of",
-    "let_go",
     "mapped_by",
     "missing_dependency",
     "needs_key",

@@ -50,6 +50,22 @@ def chosen(
     return found
 
 
+def chosen_with_key(
+    provider: str,
+    service: str,
+    module: str,
+    known: Mapping[str, str],
+    options: Mapping[str, Any] | None,
+    environ: Mapping[str, str],
+) -> dict[str, Any]:
+    """As `chosen`, where all that a service needs is its ``api_key`` and its SDK, which is `module`."""
+    found = chosen(provider, known, options, environ)
+    if not found["api_key"]:
+        raise needs_key(service, provider, known["api_key"])
+    needs_sdk(provider, service, module)
+    return found
+
+
 def url_of(text: str, variable: str, provider: str, *, host_alone: bool = False) -> str:
     """An address of a service, without its last slash. ValidationError where it is none; not quoted: it may have a password."""
     url = text.rstrip("/")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lowtide import errors
 from lowtide.providers.base import LABEL_PREFIX, SandboxInfo, SandboxSpec
@@ -67,6 +67,11 @@ def options_of(spec: SandboxSpec, kind: type[Options], provider: str) -> Options
             provider=provider,
         )
     return spec.options
+
+
+def asked_for(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a request, without what nobody asked for: None, or nothing in it. That is the service's to choose."""
+    return {name: value for name, value in fields.items() if value not in (None, [], {})}
 
 
 def labels_of(

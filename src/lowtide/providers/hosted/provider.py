@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar, Protocol, Self
 
 from lowtide.errors import LowtideError, RequestTimeoutError
-from lowtide.providers.base import ProcessHandle, ProcessSpec, Url
+from lowtide.providers.base import LABEL_PREFIX, ProcessHandle, ProcessSpec, SandboxInfo, SandboxSpec, Url
 from lowtide.providers.inside.calls import Calls
 
 _RENEW_SECONDS = 30.0
@@ -42,6 +42,16 @@ class Hosted(Calls):
 
     def credentials(self) -> dict[str, str]:
         return self._access.credentials()
+
+    async def find(self, spec: SandboxSpec) -> SandboxInfo | None:
+        """By its labels, where a service has no name that we choose."""
+        marks = {LABEL_PREFIX + "lease": spec.lease_id, LABEL_PREFIX + "ledger": spec.labels.ledger_id}
+        async for found in self.list(marks):
+            return found
+        return None
+
+    def list(self, labels: Mapping[str, str]) -> AsyncIterator[SandboxInfo]:
+        raise NotImplementedError
 
     async def start_process(self, sandbox_id: str, spec: ProcessSpec) -> ProcessHandle:
         return await (await self.clients.get(sandbox_id)).start(spec)

@@ -13,6 +13,7 @@ from lowtide.backoff import backoff
 from lowtide.providers.hosted.errors import Fault, Table, retry_after
 
 T = TypeVar("T")
+E = TypeVar("E", bound=errors.LowtideError)
 
 
 class Service:
@@ -76,42 +77,34 @@ class Service:
             seconds, call, what, service=self.name, provider=self.provider, sandbox_id=sandbox_id
         )
 
+    def error(self, kind: type[E], words: str, sandbox_id: str | None = None, **more: Any) -> E:
+        """One of lowtide's errors, with whose it is. `more`: what else that kind takes, as ``reason``."""
+        return kind(words, provider=self.provider, sandbox_id=sandbox_id, **more)
+
     def missing(self, sandbox_id: str) -> errors.SandboxNotFoundError:
-        return errors.SandboxNotFoundError(
-            f"no sandbox {sandbox_id} in this {self.name} account",
-            provider=self.provider,
-            sandbox_id=sandbox_id,
-        )
+        words = f"no sandbox {sandbox_id} in this {self.name} account"
+        return self.error(errors.SandboxNotFoundError, words, sandbox_id)
 
     def elsewhere(self, sandbox_id: str) -> errors.SandboxUnavailableError:
         """A 404 that the service has not said itself, by `is_own`: it proves nothing."""
-        return errors.SandboxUnavailableError(
+        return self.error(
+            errors.SandboxUnavailableError,
             f"somebody on the way to {self.name} answered 404 in its place; whether {sandbox_id} is there is not known",
-            provider=self.provider,
-            sandbox_id=sandbox_id,
+            sandbox_id,
         )
 
     def gone(self, sandbox_id: str) -> errors.SandboxGone:
-        return errors.SandboxGone(
-            f"sandbox {sandbox_id} has ended", reason="ended", provider=self.provider, sandbox_id=sandbox_id
-        )
+        words = f"sandbox {sandbox_id} has ended"
+        return self.error(errors.SandboxGone, words, sandbox_id, reason="ended")
 
     def failed(self, sandbox_id: str, reason: str) -> errors.SandboxFailedError:
-        return errors.SandboxFailedError(
-            f"sandbox {sandbox_id} could not be started: {reason}",
-            reason=reason,
-            provider=self.provider,
-            sandbox_id=sandbox_id,
-        )
+        words = f"sandbox {sandbox_id} could not be started: {reason}"
+        return self.error(errors.SandboxFailedError, words, sandbox_id, reason=reason)
 
     def asleep(self, sandbox_id: str, state: str, wake: str) -> errors.SandboxUnavailableError:
         """It exists and does not run: `wake` is the call that makes it."""
-        return errors.SandboxUnavailableError(
-            f"sandbox {sandbox_id} is {state}; {wake} it first",
-            retryable=False,
-            provider=self.provider,
-            sandbox_id=sandbox_id,
-        )
+        words = f"sandbox {sandbox_id} is {state}; {wake} it first"
+        return self.error(errors.SandboxUnavailableError, words, sandbox_id, retryable=False)
 
 
 def was_lost(error: errors.LowtideError) -> bool:
