@@ -5,22 +5,24 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import importlib
+import importlib.util
 import ipaddress
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from lowtide.errors import AuthenticationError, MissingDependencyError
-from lowtide.providers.hosted import way_of
+from lowtide.errors import AuthenticationError, ValidationError
+from lowtide.providers import hosted
+from lowtide.providers.kubernetes.errors import PROVIDER, SERVICE
 
 NAMESPACE = "LOWTIDE_KUBERNETES_NAMESPACE"
 CONTEXT = "LOWTIDE_KUBERNETES_CONTEXT"
 IMAGE = "LOWTIDE_KUBERNETES_IMAGE"
 SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 
+_OPTIONS = ("context", "image", "kubeconfig", "namespace")
 # What another process needs to read the same kubeconfig and run the same credential plug-in.
 _INHERITED = ("HOME", "PATH", "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT")
 _DIRECTORY = "directory of its kubeconfig"
@@ -33,16 +35,29 @@ class Access:
     kubeconfig: str | None
     context: str | None
     namespace: str
+    image: str | None = None
+    """Of sandboxes that name none."""
     cluster: Mapping[str, Any] = field(repr=False)
     user: Mapping[str, Any] = field(repr=False)
     environ: Mapping[str, str] = field(repr=False)
 
     @classmethod
-    def resolve(cls, environ: Mapping[str, str], options: Mapping[str, Any]) -> Access:
+    def resolve(cls, environ: Mapping[str, str], options: Mapping[str, Any] | None) -> Access:
         """kubectl's order: named, KUBECONFIG, ~/.kube/config, the pod's service account."""
+        options = options or {}
+        if unknown := sorted(set(options) - set(_OPTIONS)):
+            words = f"unknown option {unknown[0]!r} for kubernetes; known: {', '.join(_OPTIONS)}"
+            raise SERVICE.error(ValidationError, words, argument=unknown[0])
+        if importlib.util.find_spec("aiohttp") is None:
+            raise hosted.missing_dependency(PROVIDER, "aiohttp")
+        found = cls._found(environ, options)
+        return replace(found, image=options.get("image") or environ.get(IMAGE))
+
+    @classmethod
+    def _found(cls, environ: Mapping[str, str], options: Mapping[str, Any]) -> Access:
         namespace = options.get("namespace") or environ.get(NAMESPACE)
         context = options.get("context") or environ.get(CONTEXT)
-        known = way_of(environ, *_INHERITED)
+        known = hosted.way_of(environ, *_INHERITED)
         home = os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".kube", "config")
         named = options.get("kubeconfig") or environ.get("KUBECONFIG")
         if named:
@@ -102,7 +117,8 @@ class Access:
         """The same context as its files are now: somebody may have logged in again."""
         if self.kubeconfig is None:
             return self
-        return self._from_files(self.kubeconfig.split(os.pathsep), self.context, self.namespace, self.environ)
+        paths = self.kubeconfig.split(os.pathsep)
+        return replace(self._from_files(paths, self.context, self.namespace, self.environ), image=self.image)
 
     @property
     def server(self) -> str:
@@ -121,13 +137,13 @@ class Access:
         return _digest(f"{self.server}|{_digest(str(authority))}|{self.namespace}")
 
     def credentials(self) -> dict[str, str]:
-        known = {"KUBECONFIG": "", CONTEXT: "", **self.environ}
-        known[NAMESPACE] = self.namespace
-        if self.kubeconfig is not None:
-            known["KUBECONFIG"] = self.kubeconfig
-        if self.context is not None:
-            known[CONTEXT] = self.context
-        return known
+        named = {
+            "KUBECONFIG": self.kubeconfig,
+            CONTEXT: self.context,
+            NAMESPACE: self.namespace,
+            IMAGE: self.image,
+        }
+        return {**self.environ, **{name: value or "" for name, value in named.items()}}
 
     def proxy(self) -> str | None:
         """By the kubeconfig, else by the environment, which never sends what is for this machine elsewhere."""
@@ -170,7 +186,7 @@ def _merged(paths: list[str]) -> dict[str, Any]:
     try:
         yaml: Any = importlib.import_module("yaml")
     except ImportError as error:
-        raise missing_dependency() from error
+        raise hosted.missing_dependency(PROVIDER, "PyYAML") from error
     result: dict[str, Any] = {"contexts": {}, "clusters": {}, "users": {}, "current-context": None}
     read = 0
     for path in paths:
@@ -237,15 +253,7 @@ def _address(text: Any, what: str) -> SplitResult:
 
 
 def refused(words: str) -> AuthenticationError:
-    return AuthenticationError(words, provider="kubernetes")
-
-
-def missing_dependency() -> MissingDependencyError:
-    return MissingDependencyError(
-        "the kubernetes provider needs its client: pip install 'lowtide[kubernetes]'",
-        install="pip install 'lowtide[kubernetes]'",
-        provider="kubernetes",
-    )
+    return SERVICE.error(AuthenticationError, words)
 
 
 def _read(path: str) -> str | None:

@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-from typing import Any
 
 import aiohttp
 
 from lowtide import errors
+from lowtide.in_background import in_background
 from lowtide.providers.kubernetes import pod as objects
-from lowtide.providers.kubernetes.client import Api
-from lowtide.providers.kubernetes.ended import Explain
-from lowtide.providers.kubernetes.errors import PROVIDER, ApiError
+from lowtide.providers.kubernetes.ended import explain
+from lowtide.providers.kubernetes.errors import SERVICE, ApiError, mapped
+from lowtide.providers.kubernetes.lookup import Lookup
 
 _PROTOCOL = "v4.channel.k8s.io"
-_STDIN, _STDOUT, _STDERR, _STATUS = range(4)
+_STDIN, _STDOUT = b"\0", b"\1"
+"""The first byte of a message; all others are standard error and the end's status."""
 _MESSAGE_BYTES = 256 << 10
 # Load balancers drop silent connections after a minute or more; one that died without a word is noticed
 # by the answer that does not come, and is opened anew.
 _HEARTBEAT_SECONDS = 30.0
 
-_closing: set[asyncio.Task[Any]] = set()
-
 
 class ExecChannel:
     """Implements `inside.Channel`."""
 
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse, explain: Explain, sandbox_id: str) -> None:
-        self._socket, self._explain, self._sandbox_id = socket, explain, sandbox_id
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, lookup: Lookup, sandbox_id: str) -> None:
+        self._socket, self._lookup, self._sandbox_id = socket, lookup, sandbox_id
         self._heard = False
         self._said = b""
 
     async def send(self, data: bytes) -> None:
         for at in range(0, len(data), _MESSAGE_BYTES):
-            await self._socket.send_bytes(b"\0" + data[at : at + _MESSAGE_BYTES])
+            await self._socket.send_bytes(_STDIN + data[at : at + _MESSAGE_BYTES])
 
     async def receive(self) -> bytes:
         while True:
@@ -45,7 +43,7 @@ class ExecChannel:
             stream, data = message.data[:1], message.data[1:]
             if not data:
                 continue  # each stream begins with an empty message
-            if stream == b"\1":
+            if stream == _STDOUT:
                 self._heard = True
                 return bytes(data)
             self._said = (self._said + data)[:2000]
@@ -54,46 +52,41 @@ class ExecChannel:
         return b""
 
     def close(self) -> None:
-        task = asyncio.get_running_loop().create_task(self._socket.close())
-        _closing.add(task)
-        task.add_done_callback(_closing.discard)
+        in_background(self._socket.close(), silent=True)
 
     async def _refusal(self) -> errors.LowtideError | None:
         """It ended before the program said anything: the sandbox has, or nothing could be started in it."""
-        gone = await self._explain()
+        gone = await explain(self._lookup, self._sandbox_id)
         if gone is not None or not self._said:
             return gone
         words = self._said.decode("utf-8", "replace").strip()
         with contextlib.suppress(ValueError, KeyError, TypeError):
             words = str(json.loads(words)["message"])
-        return errors.ResourceExhaustedError(
-            f"nothing could be started in the sandbox: {words[:400]}",
-            provider=PROVIDER,
-            sandbox_id=self._sandbox_id,
-        )
+        words = f"nothing could be started in the sandbox: {words[:400]}"
+        return SERVICE.error(errors.ResourceExhaustedError, words, self._sandbox_id)
 
 
-async def open_channel(
-    api: Api, namespace: str, name: str, first: bytes, *, explain: Explain, sandbox_id: str
-) -> ExecChannel:
+async def open_channel(lookup: Lookup, sandbox_id: str, first: bytes) -> ExecChannel:
     """As the sandbox's own user: an exec of Kubernetes has no other. The program guards itself (docs/inside.md)."""
+    namespace, name = lookup.split(sandbox_id)
     query = [("container", objects.CONTAINER), ("command", objects.PROGRAM), ("command", "attach")]
     query += [(stream, "true") for stream in ("stdin", "stdout", "stderr")]
-    try:
-        socket = await api.websocket(
-            f"{objects.pods(namespace)}/{name}/exec",
-            params=query,
-            protocol=_PROTOCOL,
-            heartbeat=_HEARTBEAT_SECONDS,
-        )
-    except ApiError as error:
-        if error.status in (400, 404, 500) and (gone := await explain()) is not None:
-            raise gone from error
-        raise
-    channel = ExecChannel(socket, explain, sandbox_id)
-    try:
-        await channel.send(first)
-    except BaseException:
-        channel.close()
-        raise
+    with mapped(sandbox_id):
+        try:
+            socket = await lookup.api.websocket(
+                f"{objects.pods(namespace)}/{name}/exec",
+                params=query,
+                protocol=_PROTOCOL,
+                heartbeat=_HEARTBEAT_SECONDS,
+            )
+        except ApiError as error:
+            if error.status in (400, 404, 500) and (gone := await explain(lookup, sandbox_id)) is not None:
+                raise gone from error
+            raise
+        channel = ExecChannel(socket, lookup, sandbox_id)
+        try:
+            await channel.send(first)
+        except BaseException:
+            channel.close()
+            raise
     return channel

@@ -17,8 +17,7 @@ import aiohttp
 from lowtide.providers.kubernetes.access import Access
 from lowtide.providers.kubernetes.errors import ApiError
 from lowtide.providers.kubernetes.login import Login
-
-Json = dict[str, Any]
+from lowtide.providers.kubernetes.pod import Json
 
 REQUEST_SECONDS = 30.0
 # A watch is asked to end by itself and is taken up again, so that a connection that died without a
@@ -66,6 +65,15 @@ class Api:
             content = await _content(answer)
             return content if isinstance(content, dict) else {}
 
+    async def get(self, path: str) -> Json | None:
+        """One object; None when it is not there."""
+        try:
+            return await self.request("GET", path)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return None
+
     async def pages(
         self, path: str, *, params: Mapping[str, str], only_metadata: bool = False
     ) -> AsyncIterator[Json]:
@@ -98,11 +106,8 @@ class Api:
         """
         while True:
             if version is None:
-                try:
-                    current = await self.request("GET", f"{path}/{name}")
-                except ApiError as error:
-                    if error.status != 404:
-                        raise
+                current = await self.get(f"{path}/{name}")
+                if current is None:
                     yield "DELETED", {}
                     return
                 version = current["metadata"]["resourceVersion"]

@@ -6,13 +6,14 @@ import asyncio
 import logging
 from contextlib import suppress
 
-from lowtide import errors
+from lowtide.errors import SandboxFailedError
 from lowtide.providers.base import SandboxSpec
 from lowtide.providers.inside import program
 from lowtide.providers.kubernetes import destroy, status
 from lowtide.providers.kubernetes import pod as objects
-from lowtide.providers.kubernetes.client import Api, Json
-from lowtide.providers.kubernetes.errors import PROVIDER, ApiError, may_not
+from lowtide.providers.kubernetes.client import Api
+from lowtide.providers.kubernetes.errors import SERVICE, ApiError, may_not
+from lowtide.providers.kubernetes.pod import Json
 
 log = logging.getLogger("lowtide.kubernetes")
 
@@ -50,11 +51,7 @@ class Creation:
         if any(pod["metadata"].get("labels", {}).get(k) != v for k, v in spec.labels.as_dict().items()):
             if not status.is_ours(pod):
                 await destroy.delete_beside(self._api, namespace, self._name)
-            raise errors.SandboxFailedError(
-                f"a pod named {self._name} exists that is not this sandbox",
-                reason="AlreadyExists",
-                provider=PROVIDER,
-            )
+            raise self._taken(f"a pod named {self._name} exists that is not this sandbox")
         self.key = objects.key_in_pod(pod) or self.key  # of an earlier try
         owner = objects.owned_by(pod)
         paths = [f"{path(namespace)}/{self._name}" for path in beside]
@@ -72,13 +69,12 @@ class Creation:
             log.info("without the right to create secrets in %s the key stands in the pod", self._namespace)
             return False
         if not status.is_ours(made):
-            raise errors.SandboxFailedError(
-                f"a secret named {self._name} exists that is not lowtide's",
-                reason="AlreadyExists",
-                provider=PROVIDER,
-            )
+            raise self._taken(f"a secret named {self._name} exists that is not lowtide's")
         self.key = objects.key_in_secret(made) or self.key
         return True
+
+    def _taken(self, words: str) -> SandboxFailedError:
+        return SERVICE.error(SandboxFailedError, words, reason="AlreadyExists")
 
     async def _create_or_get(self, path: str, body: Json) -> Json:
         try:
@@ -90,9 +86,6 @@ class Creation:
 
     async def _take_back(self) -> None:
         """Best effort: the caller has an error to see, and what is left can be found again."""
-        try:
-            await self._api.request("GET", f"{objects.pods(self._namespace)}/{self._name}")
-        except Exception as error:
-            if isinstance(error, ApiError) and error.status == 404:
-                with suppress(Exception):
-                    await destroy.delete_beside(self._api, self._namespace, self._name)
+        with suppress(Exception):
+            if await self._api.get(f"{objects.pods(self._namespace)}/{self._name}") is None:
+                await destroy.delete_beside(self._api, self._namespace, self._name)

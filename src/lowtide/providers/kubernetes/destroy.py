@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Coroutine
-from typing import Any
 
+from lowtide.in_background import in_background
 from lowtide.providers.kubernetes import pod as objects
 from lowtide.providers.kubernetes import status
-from lowtide.providers.kubernetes.client import Api, Json
-from lowtide.providers.kubernetes.errors import ApiError, may_not
+from lowtide.providers.kubernetes.client import Api
+from lowtide.providers.kubernetes.errors import ApiError, where_allowed
+from lowtide.providers.kubernetes.pod import Json
 
 _START_SECONDS = 8.0
 _NUDGE_SECONDS = 3.0
-
-_tasks: set[asyncio.Task[Any]] = set()
 
 
 async def delete_pod(api: Api, namespace: str, pod: Json, grace_seconds: float) -> bool:
@@ -30,7 +28,9 @@ async def delete_pod(api: Api, namespace: str, pod: Json, grace_seconds: float) 
     # A node that was just starting the pod can miss the delete for a minute; a shorter grace tells it again.
     again = asyncio.get_running_loop().call_later(
         grace + _NUDGE_SECONDS,
-        lambda: _spawn(_delete(api, path, {"gracePeriodSeconds": grace, "preconditions": same})),
+        lambda: in_background(
+            _delete(api, path, {"gracePeriodSeconds": grace, "preconditions": same}), silent=True
+        ),
     )
     forced, has_run = False, status.has_run(pod)
     try:
@@ -53,14 +53,11 @@ async def delete_beside(api: Api, namespace: str, name: str) -> bool:
     """Whether anything was there. What is under our name and not ours stays."""
 
     async def one(path: str) -> bool:
-        try:
-            thing = await api.request("GET", path)
-            same = {"uid": thing["metadata"]["uid"]}
-            return status.is_ours(thing) and await _delete(api, path, {"preconditions": same})
-        except ApiError as error:
-            if error.status != 404 and not may_not(error):
-                raise
-            return False
+        with where_allowed():
+            thing = await api.get(path)
+            if thing is not None and status.is_ours(thing):
+                return await _delete(api, path, {"preconditions": {"uid": thing["metadata"]["uid"]}})
+        return False
 
     return any(await asyncio.gather(*(one(f"{path(namespace)}/{name}") for path in objects.BESIDE)))
 
@@ -87,10 +84,3 @@ async def _let_it_start(api: Api, namespace: str, pod: Json) -> None:
             ):
                 if kind == "DELETED" or not status.starting(seen):
                     return
-
-
-def _spawn(work: Coroutine[Any, Any, Any]) -> None:
-    task = asyncio.get_running_loop().create_task(work)
-    _tasks.add(task)
-    task.add_done_callback(_tasks.discard)
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lowtide import errors
 from lowtide.providers.base import TerminalSize
 from lowtide.providers.inside import InsideProcess
 from lowtide.providers.kubernetes import pod as objects
 from lowtide.providers.kubernetes import status
-from lowtide.providers.kubernetes.client import Api, Json
-from lowtide.providers.kubernetes.errors import PROVIDER, ApiError
+from lowtide.providers.kubernetes.client import Api
+from lowtide.providers.kubernetes.errors import SERVICE, ApiError, mapped
+from lowtide.providers.kubernetes.pod import Json
+
+if TYPE_CHECKING:
+    from lowtide.providers.kubernetes.lookup import Lookup
 
 _ENDS = ("Evicted", "Preempted", "TaintManagerEviction", "NodeShutdown", "Killing", "DeadlineExceeded")
 _WITH_ITS_SANDBOX = frozenset({129, 137, 143})
@@ -22,43 +26,34 @@ Explain = Callable[[], Awaitable[errors.LowtideError | None]]
 """Why nothing can run; None while something can."""
 
 
-async def explain(
-    api: Api, namespace: str, name: str, sandbox_id: str
-) -> errors.SandboxGone | errors.SandboxFailedError | None:
-    try:
-        pod: Json | None = await api.request("GET", f"{objects.pods(namespace)}/{name}")
-    except ApiError as error:
-        if error.status != 404:
-            raise
-        pod = None
-    if pod is None or not status.is_ours(pod):
-        return await gone(api, namespace, name, sandbox_id)
+async def explain(lookup: Lookup, sandbox_id: str) -> errors.LowtideError | None:
+    with mapped(sandbox_id):
+        pod = await lookup.pod(sandbox_id)
+        if pod is None:
+            return await gone(lookup, sandbox_id)
     problem = status.trouble(pod)
     return failed(problem, sandbox_id) if problem is not None else None
 
 
-async def gone(api: Api, namespace: str, name: str, sandbox_id: str) -> errors.SandboxGone:
+async def gone(lookup: Lookup, sandbox_id: str) -> errors.SandboxGone:
     """The pod is no longer there; the events that outlive it know more."""
     reason, detail = "deleted", "somebody deleted its pod"
-    event = await _last_event(api, namespace, name)
+    event = await _last_event(lookup.api, *lookup.split(sandbox_id))
     if event is not None and event.get("reason") != "Killing":
         reason, detail = status.word(str(event.get("reason"))), str(event.get("message"))
-    return errors.SandboxGone(
-        f"sandbox {sandbox_id} is gone: {detail}", reason=reason, provider=PROVIDER, sandbox_id=sandbox_id
-    )
+    words = f"sandbox {sandbox_id} is gone: {detail}"
+    return SERVICE.error(errors.SandboxGone, words, sandbox_id, reason=reason)
 
 
 def failed(problem: status.Trouble, sandbox_id: str) -> errors.SandboxGone | errors.SandboxFailedError:
-    context: dict[str, Any] = {"provider": PROVIDER, "sandbox_id": sandbox_id}
     words = f"{problem.reason}: {problem.message}"
     if problem.ended:
-        reason = status.word(problem.reason)
-        return errors.SandboxGone(f"sandbox {sandbox_id} has ended: {words}", reason=reason, **context)
+        words, reason = f"sandbox {sandbox_id} has ended: {words}", status.word(problem.reason)
+        return SERVICE.error(errors.SandboxGone, words, sandbox_id, reason=reason)
     if problem.reason == "Unschedulable" and "selector" in problem.message:
         words += f" (node_selector; {objects.ARCHITECTURE} is the API server's unless it names another)"
-    return errors.SandboxFailedError(
-        f"sandbox {sandbox_id} cannot start: {words}", reason=problem.reason, **context
-    )
+    words = f"sandbox {sandbox_id} cannot start: {words}"
+    return SERVICE.error(errors.SandboxFailedError, words, sandbox_id, reason=problem.reason)
 
 
 async def _last_event(api: Api, namespace: str, name: str) -> Json | None:

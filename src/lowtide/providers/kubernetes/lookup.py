@@ -10,8 +10,9 @@ from lowtide import errors
 from lowtide.providers.base import SandboxInfo, SandboxState
 from lowtide.providers.kubernetes import ended, status
 from lowtide.providers.kubernetes import pod as objects
-from lowtide.providers.kubernetes.client import Api, Json
-from lowtide.providers.kubernetes.errors import PROVIDER, ApiError, mapped, may_not
+from lowtide.providers.kubernetes.client import Api
+from lowtide.providers.kubernetes.errors import SERVICE, ApiError, mapped, where_allowed
+from lowtide.providers.kubernetes.pod import Json
 
 log = logging.getLogger("lowtide.kubernetes")
 
@@ -25,7 +26,7 @@ class Lookup:
     """The sandboxes of one provider. An id is the pod's name, with ``namespace/`` where it is not the usual one."""
 
     def __init__(self, api: Api, namespace: str) -> None:
-        self._api, self._namespace = api, namespace
+        self.api, self._namespace = api, namespace
         self._namespaces = {namespace}
         self._created: dict[str, tuple[str, float]] = {}
         """Of pods just made: where their watch begins, and how long they may wait for a node."""
@@ -38,9 +39,8 @@ class Lookup:
         namespace, slash, name = sandbox_id.rpartition("/")
         namespace = namespace if slash else self._namespace
         if not objects.is_name(name) or not objects.is_name(namespace):
-            raise errors.SandboxNotFoundError(
-                f"{sandbox_id!r} is no sandbox id of kubernetes", provider=PROVIDER, sandbox_id=sandbox_id
-            )
+            words = f"{sandbox_id!r} is no sandbox id of kubernetes"
+            raise SERVICE.error(errors.SandboxNotFoundError, words, sandbox_id)
         return namespace, name
 
     def made(self, namespace: str, pod: Json, patience: float) -> str:
@@ -56,34 +56,25 @@ class Lookup:
     def forget(self, sandbox_id: str) -> None:
         self._created.pop(sandbox_id, None)
 
-    async def read(self, path: str, *, optional: bool = False) -> Json | None:
-        """One object, or None. `optional`: also where it may not be seen."""
-        try:
-            return await self._api.request("GET", path)
-        except ApiError as error:
-            if error.status == 404 or (optional and may_not(error)):
-                return None
-            raise
-
     async def pod(self, sandbox_id: str) -> Json | None:
         """The pod, when it is one of ours."""
         namespace, name = self.split(sandbox_id)
-        pod = await self.read(f"{objects.pods(namespace)}/{name}")
+        pod = await self.api.get(f"{objects.pods(namespace)}/{name}")
         return pod if pod is not None and status.is_ours(pod) else None
 
     async def get(self, sandbox_id: str) -> SandboxInfo:
         namespace, name = self.split(sandbox_id)
         with mapped(sandbox_id):
-            pod = await self.read(f"{objects.pods(namespace)}/{name}")
+            pod = await self.api.get(f"{objects.pods(namespace)}/{name}")
             if pod is not None and status.is_ours(pod):
                 return status.info(pod, sandbox_id)
             for path in objects.BESIDE if pod is None else ():
-                thing = await self.read(f"{path(namespace)}/{name}", optional=True)
-                if thing is not None and status.is_ours(thing):
-                    return _leftover(thing, sandbox_id)
-        raise errors.SandboxNotFoundError(
-            f"no sandbox {sandbox_id} in namespace {namespace}", provider=PROVIDER, sandbox_id=sandbox_id
-        )
+                with where_allowed():
+                    thing = await self.api.get(f"{path(namespace)}/{name}")
+                    if thing is not None and status.is_ours(thing):
+                        return _leftover(thing, sandbox_id)
+        words = f"no sandbox {sandbox_id} in namespace {namespace}"
+        raise SERVICE.error(errors.SandboxNotFoundError, words, sandbox_id)
 
     async def find(self, lease_id: str, namespace: str | None) -> SandboxInfo | None:
         sandbox_id = self.id_of(namespace or self._namespace, objects.pod_name(lease_id))
@@ -98,22 +89,19 @@ class Lookup:
         for namespace in sorted(self._namespaces):
             names = set()
             with mapped():
-                async for pod in self._api.pages(objects.pods(namespace), params=query):
+                async for pod in self.api.pages(objects.pods(namespace), params=query):
                     names.add(pod["metadata"]["name"])
                     if status.is_ours(pod):
                         yield status.info(pod, self.id_of(namespace, pod["metadata"]["name"]))
                 for path in objects.BESIDE:
-                    try:
-                        async for thing in self._api.pages(path(namespace), params=query, only_metadata=True):
+                    with where_allowed():
+                        async for thing in self.api.pages(path(namespace), params=query, only_metadata=True):
                             name = thing["metadata"]["name"]
                             if name in names or not status.is_ours(thing):
                                 continue
                             names.add(name)
-                            if await self.read(f"{objects.pods(namespace)}/{name}") is None:
+                            if await self.api.get(f"{objects.pods(namespace)}/{name}") is None:
                                 yield _leftover(thing, self.id_of(namespace, name))
-                    except ApiError as error:
-                        if not may_not(error):  # without the right to see them there are none of ours
-                            raise
 
     async def until_running(self, sandbox_id: str) -> SandboxInfo:
         namespace, name = self.split(sandbox_id)
@@ -136,9 +124,9 @@ class Lookup:
         homeless: status.Trouble | None = None
         try:
             async with limit:
-                async for kind, pod in self._api.watch(objects.pods(namespace), name=name, version=version):
+                async for kind, pod in self.api.watch(objects.pods(namespace), name=name, version=version):
                     if kind == "DELETED":
-                        raise await ended.gone(self._api, namespace, name, sandbox_id)
+                        raise await ended.gone(self, sandbox_id)
                     if status.running(pod):
                         return status.info(pod, sandbox_id)
                     homeless = status.unschedulable(pod)
@@ -164,7 +152,7 @@ class Lookup:
         await asyncio.sleep(_QUIET_SECONDS)
         failures: dict[str, tuple[str, int]] = {}
         try:
-            async for event in self._api.events(namespace, name):
+            async for event in self.api.events(namespace, name):
                 reason = str(event.get("reason"))
                 if reason not in _STUCK:
                     continue
@@ -183,7 +171,7 @@ class Lookup:
         """Whether it is only that a busy node does not see yet what was made before the pod."""
         if f'secret "{name}" not found' not in problem.message:
             return False
-        return await self.read(f"{objects.secrets(namespace)}/{name}") is not None
+        return await self.api.get(f"{objects.secrets(namespace)}/{name}") is not None
 
 
 def _leftover(thing: Json, sandbox_id: str) -> SandboxInfo:

@@ -7,10 +7,12 @@ import math
 import re
 from typing import Any
 
-from lowtide.errors import UnsupportedError, ValidationError
-from lowtide.providers import hosted
+from lowtide.errors import ValidationError
 from lowtide.providers.base import NetworkMode, SandboxSpec
+from lowtide.providers.hosted import asked_for
+from lowtide.providers.hosted import options_of as _options_of
 from lowtide.providers.inside import program
+from lowtide.providers.kubernetes.errors import SERVICE
 from lowtide.providers.kubernetes.options import KubernetesOptions
 
 Json = dict[str, Any]
@@ -25,6 +27,8 @@ _LATER_SECONDS = 60
 DIRECTORY = "/.lowtide"
 PROGRAM = f"{DIRECTORY}/inside"
 ARCHITECTURE = "kubernetes.io/arch"
+_MOUNT = {"name": "lowtide", "mountPath": DIRECTORY}
+_LAST_WORDS = "FallbackToLogsOnError"  # so that a main command's are heard
 _ONLY_EXECUTABLE = 0o111  # nobody but root may read it: so who runs it cannot be looked into
 
 # What root needs to be root inside its own files; nothing that reaches the node or raw sockets. SETPCAP is the
@@ -63,43 +67,27 @@ def is_name(text: str) -> bool:
 
 
 def options_of(spec: SandboxSpec) -> KubernetesOptions:
-    return hosted.options_of(spec, KubernetesOptions, "kubernetes")
+    return _options_of(spec, KubernetesOptions, "kubernetes")
 
 
 def check(spec: SandboxSpec) -> None:
     """Refuse what this provider cannot do, before anything is created."""
     for key, value in spec.labels.as_dict().items():
         if not _LABEL_NAME.fullmatch(key) or not _LABEL_NAME.fullmatch(value):
-            raise ValidationError(
-                f"{key}={value} is no Kubernetes label: at most 63 letters, digits, '-', '_' and '.', beginning and ending with a letter or digit",
-                argument="tags",
-                provider="kubernetes",
-            )
+            words = f"{key}={value} is no Kubernetes label: at most 63 letters, digits, '-', '_' and '.', beginning and ending with a letter or digit"
+            raise _wrong("tags", words)
     namespace = options_of(spec).namespace
     if namespace is not None and not _DNS_LABEL.fullmatch(namespace):
-        raise ValidationError(
-            f"{namespace!r} is no namespace name", argument="namespace", provider="kubernetes"
-        )
+        raise _wrong("namespace", f"{namespace!r} is no namespace name")
     if program.KEY in spec.environment:
-        raise ValidationError(
-            f"{program.KEY} is lowtide's own", argument="environment_variables", provider="kubernetes"
-        )
-    if spec.snapshot is not None:
-        raise _unsupported("snapshot", "build an image with what the snapshot would hold")
-    if spec.limits.pids is not None:
-        raise _unsupported("pids-limit", "the node's kubelet sets it for all pods (podPidsLimit)")
-    if spec.limits.disk_bytes is not None:
-        raise _unsupported(
-            "disk-limit", "KubernetesOptions(ephemeral_storage_bytes=…), which ends the pod above it"
-        )
+        raise _wrong("environment_variables", f"{program.KEY} is lowtide's own")
     if spec.isolation is not None and options_of(spec).runtime_class not in (None, spec.isolation.value):
-        raise ValidationError(
-            f"isolation={spec.isolation.value!r} is a runtime class, and provider_options name another",
-            argument="isolation",
-            provider="kubernetes",
-        )
-    if spec.network is not None and spec.network.mode is NetworkMode.ALLOW:
-        raise _unsupported("network-allow", "network='none' or 'full', and a NetworkPolicy of your own")
+        words = f"isolation={spec.isolation.value!r} is a runtime class, and provider_options name another"
+        raise _wrong("isolation", words)
+
+
+def _wrong(argument: str, words: str) -> ValidationError:
+    return SERVICE.error(ValidationError, words, argument=argument)
 
 
 def wants_policy(spec: SandboxSpec) -> bool:
@@ -113,76 +101,75 @@ def pod(spec: SandboxSpec, *, default_image: str, architecture: str, key: bytes 
     options = options_of(spec)
     fixed = spec.fixed_lifetime_seconds or DEFAULT_LIFETIME_SECONDS
     cap = min(MAX_LIFETIME_SECONDS - _LATER_SECONDS, max(1, math.ceil(fixed)))
-    lifetime = min(cap, max(1, math.ceil(spec.lifetime_seconds or fixed)))
-    mount = {"name": "lowtide", "mountPath": DIRECTORY, "readOnly": True}
-    container: Json = {
-        "name": CONTAINER,
-        "image": spec.image or default_image,
-        "imagePullPolicy": options.image_pull_policy,
-        "command": [PROGRAM, "guard", str(lifetime), str(cap)],
-        "args": [_literal(part) for part in spec.command or ()],
-        "env": [{"name": name, "value": _literal(value)} for name, value in spec.environment.items()],
-        "resources": _resources(spec, options),
-        "securityContext": _container_security(options),
-        "terminationMessagePolicy": "FallbackToLogsOnError",  # so that a main command's last words are heard
-        "volumeMounts": [mount],
-    }
+    container = _container(spec, spec.image or default_image, cap, key)
     secret = pod_name(spec.lease_id)
-    volume: Json = {"name": "lowtide"}
-    if key is None:
-        reference = {"name": secret, "key": "key"}
-        container["env"].append({"name": program.KEY, "valueFrom": {"secretKeyRef": reference}})
-        item = {"key": "inside", "path": "inside", "mode": _ONLY_EXECUTABLE}
-        volume["secret"] = {"secretName": secret, "items": [item], "defaultMode": _ONLY_EXECUTABLE}
-    else:
-        container["env"].append({"name": program.KEY, "value": key.hex()})
-        volume["emptyDir"] = {"medium": "Memory", "sizeLimit": "1Mi"}
-    if options.environment_secrets:
-        container["envFrom"] = [{"secretRef": {"name": name}} for name in options.environment_secrets]
-    if spec.working_dir:
-        container["workingDir"] = spec.working_dir
-    if spec.ports:
-        container["ports"] = [{"containerPort": port, "protocol": "TCP"} for port in spec.ports]
-    body: Json = {
+    item = {"key": "inside", "path": "inside", "mode": _ONLY_EXECUTABLE}
+    in_secret = {"secret": {"secretName": secret, "items": [item], "defaultMode": _ONLY_EXECUTABLE}}
+    in_memory = {"emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}}
+    tmpfs = [{"name": f"tmpfs-{at}", "emptyDir": {"medium": "Memory"}} for at in range(len(options.tmpfs))]
+    body = {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": options.termination_grace_seconds,
         "activeDeadlineSeconds": cap + _LATER_SECONDS,
         "securityContext": _pod_security(options),
+        "initContainers": [_writes_program(container, architecture)] if key is not None else None,
         "containers": [container],
-        "volumes": [volume],
+        "volumes": [{"name": "lowtide", **(in_secret if key is None else in_memory)}, *tmpfs],
         "nodeSelector": {ARCHITECTURE: architecture, **options.node_selector},
+        "runtimeClassName": spec.isolation.value if spec.isolation is not None else options.runtime_class,
+        "priorityClassName": options.priority_class,
+        "serviceAccountName": options.service_account,
+        "tolerations": [dict(one) for one in options.tolerations],
+        "imagePullSecrets": [{"name": name} for name in options.image_pull_secrets],
+        "hostUsers": False if options.user_namespace else None,
     }
-    if key is not None:
-        line = f"echo {program.packed(architecture)} | base64 -d | gzip -d >{PROGRAM} && chmod 111 {PROGRAM}"
-        body["initContainers"] = [
-            {
-                **{k: container[k] for k in ("image", "imagePullPolicy", "resources", "securityContext")},
-                "name": "program",
-                "command": ["/bin/sh", "-c", line],
-                "volumeMounts": [{**mount, "readOnly": False}],
-                "terminationMessagePolicy": "FallbackToLogsOnError",
-            }
-        ]
-    for number, path in enumerate(options.tmpfs):
-        container["volumeMounts"].append({"name": f"tmpfs-{number}", "mountPath": path})
-        body["volumes"].append({"name": f"tmpfs-{number}", "emptyDir": {"medium": "Memory"}})
-    for field, value in (
-        ("runtimeClassName", spec.isolation.value if spec.isolation is not None else options.runtime_class),
-        ("priorityClassName", options.priority_class),
-        ("serviceAccountName", options.service_account),
-        ("tolerations", [dict(one) for one in options.tolerations]),
-        ("imagePullSecrets", [{"name": name} for name in options.image_pull_secrets]),
-    ):
-        if value:
-            body[field] = value
-    if options.user_namespace:
-        body["hostUsers"] = False
-    metadata: Json = {"name": pod_name(spec.lease_id), "labels": spec.labels.as_dict()}
-    if options.annotations:
-        metadata["annotations"] = dict(options.annotations)
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": body}
+    metadata = {**_metadata(spec), "annotations": dict(options.annotations)}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": asked_for(metadata), "spec": asked_for(body)}
+
+
+def _container(spec: SandboxSpec, image: str, cap: int, key: bytes | None) -> Json:
+    options = options_of(spec)
+    lifetime = min(cap, max(1, math.ceil(spec.lifetime_seconds or cap)))
+    reference = {"valueFrom": {"secretKeyRef": {"name": pod_name(spec.lease_id), "key": "key"}}}
+    tmpfs = [{"name": f"tmpfs-{at}", "mountPath": path} for at, path in enumerate(options.tmpfs)]
+    return asked_for(
+        {
+            "name": CONTAINER,
+            "image": image,
+            "imagePullPolicy": options.image_pull_policy,
+            "command": [PROGRAM, "guard", str(lifetime), str(cap)],
+            "args": [_literal(part) for part in spec.command or ()],
+            "workingDir": spec.working_dir,
+            "env": [
+                *({"name": name, "value": _literal(value)} for name, value in spec.environment.items()),
+                {"name": program.KEY, **(reference if key is None else {"value": key.hex()})},
+            ],
+            "envFrom": [{"secretRef": {"name": name}} for name in options.environment_secrets],
+            "ports": [{"containerPort": port, "protocol": "TCP"} for port in spec.ports],
+            "resources": _resources(spec, options),
+            "securityContext": _container_security(options),
+            "terminationMessagePolicy": _LAST_WORDS,
+            "volumeMounts": [{**_MOUNT, "readOnly": True}, *tmpfs],
+        }
+    )
+
+
+def _writes_program(container: Json, architecture: str) -> Json:
+    """The container before the main one, of the same image."""
+    line = f"echo {program.packed(architecture)} | base64 -d | gzip -d >{PROGRAM} && chmod 111 {PROGRAM}"
+    same = ("image", "imagePullPolicy", "resources", "securityContext", "terminationMessagePolicy")
+    return {
+        **{name: container[name] for name in same if name in container},
+        "name": "program",
+        "command": ["/bin/sh", "-c", line],
+        "volumeMounts": [_MOUNT],
+    }
+
+
+def _metadata(spec: SandboxSpec) -> Json:
+    return {"name": pod_name(spec.lease_id), "labels": spec.labels.as_dict()}
 
 
 def secret(spec: SandboxSpec, *, architecture: str, key: bytes) -> Json:
@@ -191,7 +178,7 @@ def secret(spec: SandboxSpec, *, architecture: str, key: bytes) -> Json:
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": {"name": pod_name(spec.lease_id), "labels": spec.labels.as_dict()},
+        "metadata": _metadata(spec),
         "type": "Opaque",
         "immutable": True,  # so that no node watches it
         "data": {name: base64.b64encode(value).decode() for name, value in data.items()},
@@ -213,11 +200,10 @@ def key_in_pod(thing: Json) -> bytes | None:
 
 def policy(spec: SandboxSpec) -> Json:
     """Nothing in, nothing out, for this one pod. The cluster's network plug-in has to enforce it."""
-    marks = spec.labels.as_dict()
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": {"name": pod_name(spec.lease_id), "labels": marks},
+        "metadata": _metadata(spec),
         "spec": {
             "podSelector": {"matchLabels": {"lowtide-lease": spec.lease_id}},
             "policyTypes": ["Ingress", "Egress"],
@@ -233,56 +219,45 @@ def owned_by(created: Json) -> Json:
 
 
 def _resources(spec: SandboxSpec, options: KubernetesOptions) -> Json:
-    limits: Json = {}
-    requests: Json = {}
-    cpu, memory = spec.limits.cpu, spec.limits.memory_bytes
-    if cpu is not None:
-        limits["cpu"] = _millicores(cpu)
-    requested = (
-        options.cpu_request
-        if options.cpu_request is not None
-        else (min(cpu, 0.1) if cpu is not None else None)
-    )
-    if requested is not None:
-        requests["cpu"] = _millicores(requested)
-    if memory is not None:
-        limits["memory"] = str(memory)
-    if options.memory_request_bytes is not None:
-        requests["memory"] = str(options.memory_request_bytes)
-    if options.ephemeral_storage_bytes is not None:
-        limits["ephemeral-storage"] = str(options.ephemeral_storage_bytes)
-    return {key: value for key, value in (("limits", limits), ("requests", requests)) if value}
+    cpu, requested = spec.limits.cpu, options.cpu_request
+    if requested is None and cpu is not None:
+        requested = min(cpu, 0.1)
+    limits = {
+        "cpu": _millicores(cpu),
+        "memory": _text(spec.limits.memory_bytes),
+        "ephemeral-storage": _text(options.ephemeral_storage_bytes),
+    }
+    requests = {"cpu": _millicores(requested), "memory": _text(options.memory_request_bytes)}
+    return asked_for({"limits": asked_for(limits), "requests": asked_for(requests)})
 
 
 def _container_security(options: KubernetesOptions) -> Json:
-    root = not options.run_as_user
-    security: Json = {
-        "allowPrivilegeEscalation": options.allow_privilege_escalation,
-        "privileged": False,
-        "capabilities": {
-            "drop": ["ALL"],
-            "add": [*(_ROOT_CAPABILITIES if root else ()), *options.add_capabilities],
-        },
-    }
-    if options.read_only_root:
-        security["readOnlyRootFilesystem"] = True
-    if not security["capabilities"]["add"]:
-        del security["capabilities"]["add"]
-    return security
+    root = _ROOT_CAPABILITIES if not options.run_as_user else ()
+    return asked_for(
+        {
+            "allowPrivilegeEscalation": options.allow_privilege_escalation,
+            "privileged": False,
+            "capabilities": asked_for({"drop": ["ALL"], "add": [*root, *options.add_capabilities]}),
+            "readOnlyRootFilesystem": options.read_only_root or None,
+        }
+    )
 
 
 def _pod_security(options: KubernetesOptions) -> Json:
-    security: Json = {"seccompProfile": {"type": options.seccomp_profile}}
-    if options.run_as_user is not None:
-        security["runAsUser"] = options.run_as_user
-        if options.run_as_user:
-            security["runAsNonRoot"] = True
-    if options.run_as_group is not None:
-        security["runAsGroup"] = options.run_as_group
-    if options.fs_group is not None:
-        # Not fsGroup: it would make the program's file readable, and so its processes open, to that group.
-        security["supplementalGroups"] = [options.fs_group]
-    return security
+    return asked_for(
+        {
+            "seccompProfile": {"type": options.seccomp_profile},
+            "runAsUser": options.run_as_user,
+            "runAsNonRoot": True if options.run_as_user else None,
+            "runAsGroup": options.run_as_group,
+            # Not fsGroup: it would make the program's file readable, and so its processes open, to that group.
+            "supplementalGroups": [options.fs_group] if options.fs_group is not None else None,
+        }
+    )
+
+
+def _text(number: int | None) -> str | None:
+    return str(number) if number is not None else None
 
 
 def _literal(text: str) -> str:
@@ -290,14 +265,5 @@ def _literal(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def _millicores(cores: float) -> str:
-    return f"{max(1, round(cores * 1000))}m"
-
-
-def _unsupported(feature: str, alternative: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"the kubernetes provider has no {feature}; instead: {alternative}",
-        feature=feature,
-        alternative=alternative,
-        provider="kubernetes",
-    )
+def _millicores(cores: float | None) -> str | None:
+    return f"{max(1, round(cores * 1000))}m" if cores is not None else None

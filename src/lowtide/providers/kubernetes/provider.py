@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import logging
-import math
 from collections.abc import AsyncIterator, Mapping
-from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from datetime import datetime
+from typing import TYPE_CHECKING, ClassVar
 
 from lowtide import errors
+from lowtide.providers import hosted
 from lowtide.providers.base import (
     Capability,
     ProcessHandle,
@@ -23,9 +22,9 @@ from lowtide.providers.base import (
     nothing_sent,
 )
 from lowtide.providers.inside import Clients, program
-from lowtide.providers.inside.calls import Calls
-from lowtide.providers.kubernetes import access, pod, status
-from lowtide.providers.kubernetes.errors import PROVIDER, ApiError, mapped
+from lowtide.providers.kubernetes import pod, status
+from lowtide.providers.kubernetes.access import Access
+from lowtide.providers.kubernetes.errors import PROVIDER, SERVICE, ApiError, mapped
 from lowtide.providers.kubernetes.options import KubernetesOptions
 
 if TYPE_CHECKING:
@@ -34,11 +33,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("lowtide.kubernetes")
 
 DEFAULT_IMAGE = "python:3.12-slim"
-_KNOWN_OPTIONS = frozenset({"kubeconfig", "context", "namespace", "image"})
-_RENEW_SECONDS = 30.0
 
 
-class KubernetesProvider(Calls):
+class KubernetesProvider(hosted.Hosted):
     """The primitives over the API server. A sandbox id is the pod's name, with ``namespace/`` where it is not ours."""
 
     name: ClassVar[str] = PROVIDER
@@ -68,16 +65,17 @@ class KubernetesProvider(Calls):
         default_lifetime_seconds=float(pod.DEFAULT_LIFETIME_SECONDS),
     )
     options_type: ClassVar[type | None] = KubernetesOptions
+    access_type = Access
+    _access: Access
 
-    def __init__(self, where: access.Access, *, image: str | None = None) -> None:
+    def __init__(self, access: Access) -> None:
         # Here, so that the class and its capabilities can be read without the extra.
         from lowtide.providers.kubernetes.client import Api
         from lowtide.providers.kubernetes.lookup import Lookup
 
-        self._access = where
-        self._image_named = image
-        self._api = Api(where)
-        self._lookup = Lookup(self._api, where.namespace)
+        self._access = access
+        self._api = Api(access)
+        self._lookup = Lookup(self._api, access.namespace)
         self._keys: dict[str, bytes] = {}
         self._architecture: str | None = None
         self._warned = False
@@ -85,31 +83,6 @@ class KubernetesProvider(Calls):
         super().__init__(Clients(PROVIDER, self._open_channel, self._key))
 
     # -- connecting
-
-    @classmethod
-    def connect(cls, environ: Mapping[str, str], options: Mapping[str, Any] | None = None) -> Self:
-        given = dict(options or {})
-        if unknown := sorted(set(given) - _KNOWN_OPTIONS):
-            raise errors.ValidationError(
-                f"unknown option {unknown[0]!r} for kubernetes; known: {', '.join(sorted(_KNOWN_OPTIONS))}",
-                argument=unknown[0],
-                provider=PROVIDER,
-            )
-        if importlib.util.find_spec("aiohttp") is None:
-            raise access.missing_dependency()
-        return cls(
-            access.Access.resolve(environ, given), image=given.get("image") or environ.get(access.IMAGE)
-        )
-
-    @property
-    def account(self) -> str:
-        return self._access.account
-
-    def credentials(self) -> dict[str, str]:
-        known = self._access.credentials()
-        if self._image_named:
-            known[access.IMAGE] = self._image_named
-        return known
 
     async def aclose(self) -> None:
         self._begin()
@@ -121,7 +94,8 @@ class KubernetesProvider(Calls):
         """A forked child, or another event loop, has no use for the listeners of the old one; clients see to it."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            self._loop, self._forwards = loop, {}
+            self._loop = loop
+            self.begin_calls(self.clients)
 
     # -- the sandbox
 
@@ -136,7 +110,7 @@ class KubernetesProvider(Calls):
         namespace = self._lookup.here(options.namespace)
         if pod.wants_policy(spec):
             self._warn_about_policies()
-        image = self._image_named or DEFAULT_IMAGE
+        image = self._access.image or DEFAULT_IMAGE
         creation = Creation(self._api, spec, namespace, image, architecture)
         with mapped(self._lookup.id_of(namespace, pod.pod_name(spec.lease_id))):
             made = await creation.run()
@@ -166,7 +140,7 @@ class KubernetesProvider(Calls):
         self.forget_calls(sandbox_id)
         self._lookup.forget(sandbox_id)
         with mapped(sandbox_id):
-            found = await self._lookup.read(f"{pod.pods(namespace)}/{name}")
+            found = await self._api.get(f"{pod.pods(namespace)}/{name}")
             if found is not None and not status.is_ours(found):
                 log.warning("pod %s/%s is not lowtide's and was left alone", namespace, name)
                 return False
@@ -181,13 +155,8 @@ class KubernetesProvider(Calls):
             found = await self._lookup.pod(sandbox_id)
             if found is None or not status.running(found):
                 state = "gone" if found is None else status.info(found, sandbox_id).state
-                raise errors.SandboxNotFoundError(
-                    f"the sandbox is {state}", provider=PROVIDER, sandbox_id=sandbox_id
-                )
-            client = await self.clients.get(sandbox_id)
-            async with asyncio.timeout(_RENEW_SECONDS):
-                granted = await client.renew(max(1, math.ceil(lifetime_seconds)))
-        until = datetime.now(UTC) + timedelta(seconds=granted)
+                raise SERVICE.error(errors.SandboxNotFoundError, f"the sandbox is {state}", sandbox_id)
+            until = await self.renew_inside(sandbox_id, lifetime_seconds)
         fixed = status.deadline(found)
         return min(until, fixed) if fixed is not None else until
 
@@ -202,13 +171,12 @@ class KubernetesProvider(Calls):
 
     async def url(self, sandbox_id: str, port: int) -> Url:
         if not 0 < port < 65536:
-            raise errors.ValidationError(f"{port} is no port", argument="port", provider=PROVIDER)
+            raise SERVICE.error(errors.ValidationError, f"{port} is no port", argument="port")
         self._begin()
         gone = await self._explain(sandbox_id)
         if gone is not None:
             raise gone
-        host, number = await self.forward(sandbox_id, port)
-        return Url(url=f"http://{host}:{number}")
+        return await self.forwarded_url(sandbox_id, port)
 
     async def logs(self, sandbox_id: str, *, follow: bool, tail_lines: int | None) -> AsyncIterator[bytes]:
         """As the node keeps it. Takes the right to get pods/log."""
@@ -223,48 +191,34 @@ class KubernetesProvider(Calls):
     async def _open_channel(self, sandbox_id: str, first: bytes) -> Channel:
         from lowtide.providers.kubernetes.channel import open_channel
 
-        namespace, name = self._lookup.split(sandbox_id)
-        with mapped(sandbox_id):
-            return await open_channel(
-                self._api,
-                namespace,
-                name,
-                first,
-                explain=lambda: self._explain(sandbox_id),
-                sandbox_id=sandbox_id,
-            )
+        return await open_channel(self._lookup, sandbox_id, first)
 
     async def _key(self, sandbox_id: str) -> bytes:
         """From the create call, else from where that left it: the secret, or the pod where there is none."""
+        from lowtide.providers.kubernetes import ended
+
         known = self._keys.get(sandbox_id)
         if known is not None:
             return known
         namespace, name = self._lookup.split(sandbox_id)
         with mapped(sandbox_id):
             found = await self._lookup.pod(sandbox_id)
-            gone = await self._explain(sandbox_id) if found is None else None
-            if gone is not None:
-                raise gone
-            key = pod.key_in_pod(found) if found is not None else None
+            if found is None:
+                raise await ended.gone(self._lookup, sandbox_id)
+            key = pod.key_in_pod(found)
             if key is None:
-                secret = await self._lookup.read(f"{pod.secrets(namespace)}/{name}")
+                secret = await self._api.get(f"{pod.secrets(namespace)}/{name}")
                 key = pod.key_in_secret(secret) if secret is not None and status.is_ours(secret) else None
         if key is None:
-            raise errors.SandboxUnavailableError(
-                "this pod has no key: its secret is gone, or another version of lowtide made it",
-                provider=PROVIDER,
-                sandbox_id=sandbox_id,
-                retryable=False,
-            )
+            words = "this pod has no key: its secret is gone, or another version of lowtide made it"
+            raise SERVICE.error(errors.SandboxUnavailableError, words, sandbox_id, retryable=False)
         self._keys[sandbox_id] = key
         return key
 
     async def _explain(self, sandbox_id: str) -> errors.LowtideError | None:
         from lowtide.providers.kubernetes.ended import explain
 
-        namespace, name = self._lookup.split(sandbox_id)
-        with mapped(sandbox_id):
-            return await explain(self._api, namespace, name, sandbox_id)
+        return await explain(self._lookup, sandbox_id)
 
     async def _servers_architecture(self) -> str:
         """The API server's, which is most often the nodes' too; reading those takes a right over the whole cluster."""

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
 
 from lowtide.providers.base import Labels, SandboxInfo, SandboxState
 from lowtide.providers.inside.program import EXPIRED
-from lowtide.providers.kubernetes.pod import CONTAINER
-
-Json = dict[str, Any]
+from lowtide.providers.kubernetes.pod import CONTAINER, Json
 
 # Reasons with which a container waits while all is well; everything else it waits with is trouble.
 _PROGRESS = frozenset({"ContainerCreating", "PodInitializing", ""})
+
+_OVER = {"Succeeded": SandboxState.COMPLETED, "Failed": SandboxState.FAILED}
 
 # Kubernetes' words for an end, in lowtide's.
 _ENDS = {
@@ -86,7 +85,7 @@ def all_terminated(pod: Json, *, has_run: bool) -> bool:
     states = _states(pod)
     if any("running" in (one.get("state") or {}) for one in _first(pod.get("status") or {})):
         return False
-    if has_run and (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
+    if has_run and (pod.get("status") or {}).get("phase") in _OVER:
         return not any("running" in state for state in states)
     return bool(states) and all("terminated" in state for state in states)
 
@@ -121,7 +120,7 @@ def trouble(pod: Json) -> Trouble | None:
     """Why commands cannot run in it, now and for good; None while it runs or may still start."""
     meta, status = pod["metadata"], pod.get("status") or {}
     ended = _terminated(status)
-    if ended or status.get("phase") in ("Failed", "Succeeded"):
+    if ended or status.get("phase") in _OVER:
         reason = status.get("reason") or (ended or {}).get("reason") or str(status["phase"])
         if (ended or {}).get("exitCode") == EXPIRED and not status.get("reason"):
             reason = "DeadlineExceeded"  # by the program's own clock
@@ -142,15 +141,11 @@ def word(reason: str) -> str:
 
 def _state(pod: Json) -> SandboxState:
     phase = (pod.get("status") or {}).get("phase")
-    if phase == "Succeeded":
-        return SandboxState.COMPLETED
-    if phase == "Failed":
-        return SandboxState.FAILED
+    if phase in _OVER:
+        return _OVER[phase]
     if pod["metadata"].get("deletionTimestamp"):
         return SandboxState.ENDING
-    if phase == "Pending":
-        return SandboxState.PENDING
-    return SandboxState.RUNNING
+    return SandboxState.PENDING if phase == "Pending" else SandboxState.RUNNING
 
 
 def _container(status: Json) -> Json:
