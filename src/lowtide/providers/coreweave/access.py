@@ -29,10 +29,7 @@ class Access:
     @classmethod
     def resolve(cls, environ: Mapping[str, str], options: Mapping[str, Any] | None) -> Access:
         """Raises ValidationError for an unknown option, AuthenticationError without a key."""
-        found = hosted.chosen(PROVIDER, _OPTIONS, options, environ)
-        if not found["api_key"]:
-            raise hosted.needs_key("CoreWeave", PROVIDER, KEY)
-        hosted.needs_sdk(PROVIDER, "CoreWeave", "cwsandbox")
+        found = hosted.chosen_with_key(PROVIDER, "CoreWeave", "cwsandbox", _OPTIONS, options, environ)
         url = hosted.url_of(found["base_url"] or DEFAULT_URL, URL, PROVIDER, host_alone=True)
         way = hosted.way_of(environ, "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH", "grpc_proxy", "no_grpc_proxy")
         return cls(api_key=found["api_key"], base_url=url, image=found["image"], way=way)

@@ -13,6 +13,7 @@ from typing import Any
 from lowtide import errors
 from lowtide.providers.base import LABEL_PREFIX, NetworkMode, SandboxSpec
 from lowtide.providers.coreweave.access import PROVIDER, Access, messages
+from lowtide.providers.coreweave.errors import SERVICE
 from lowtide.providers.coreweave.options import CoreWeaveOptions
 from lowtide.providers.hosted import options_of
 from lowtide.providers.inside import program
@@ -65,9 +66,11 @@ def request(spec: SandboxSpec, access: Access) -> Any:
     except errors.LowtideError:
         raise
     except (TypeError, ValueError, AttributeError, LookupError, cwsandbox.CWSandboxError) as error:
-        raise errors.ValidationError(
-            f"cwsandbox does not take these options: {error}", argument="provider_options", provider=PROVIDER
-        ) from error
+        raise _wrong("provider_options", f"cwsandbox does not take these options: {error}") from error
+
+
+def _wrong(argument: str, words: str) -> errors.ValidationError:
+    return SERVICE.error(errors.ValidationError, words, argument=argument)
 
 
 def tombstone(spec: SandboxSpec, access: Access) -> Any:
@@ -106,11 +109,7 @@ def tags_of(labels: Mapping[str, str]) -> list[str]:
     for name, value in labels.items():
         tag = name.removeprefix(_TAG) if name.startswith(_TAG) else f"{name}.{value}"
         if name.startswith(_TAG) and tag.startswith(LABEL_PREFIX):
-            raise errors.ValidationError(
-                f"the tag {tag!r} begins with {LABEL_PREFIX!r}, which is lowtide's own",
-                argument="tags",
-                provider=PROVIDER,
-            )
+            raise _wrong("tags", f"the tag {tag!r} begins with {LABEL_PREFIX!r}, which is lowtide's own")
         tags.append(tag)
     return tags
 
@@ -137,9 +136,7 @@ def _put(keywords: dict[str, Any], name: str, value: Any) -> None:
     if value is None:
         return
     if name in keywords:
-        raise errors.ValidationError(
-            f"{name} is given twice: as lowtide's and as CoreWeave's own", argument=name, provider=PROVIDER
-        )
+        raise _wrong(name, f"{name} is given twice: as lowtide's and as CoreWeave's own")
     keywords[name] = value
 
 
@@ -167,12 +164,12 @@ def _rule(entry: Any) -> dict[str, Any]:
         rule: dict[str, Any] = {"cidr": str(entry.range)}
         return {**rule, "ports": [entry.port]} if entry.port is not None else rule
     if entry.port not in (None, 443):
-        raise errors.UnsupportedError(
+        raise SERVICE.error(
+            errors.UnsupportedError,
             f"CoreWeave's allow-list opens port 443 of a name, not {entry.text}",
             feature="network-ports of a name",
             alternative="the host's address with that port, or the local provider",
             argument="network",
-            provider=PROVIDER,
         )
     return {"dns_name": f"*.{entry.name}" if entry.below else entry.name}
 
@@ -181,11 +178,7 @@ def _restored(snapshot: str, volume: Any) -> dict[str, Any]:
     import dataclasses
 
     if volume is None:
-        raise errors.ValidationError(
-            "a snapshot of CoreWeave holds one volume: say where it goes with "
-            'provider_options={"file_system_snapshot": {"mount_path": "/workspace"}}',
-            argument="snapshot",
-            provider=PROVIDER,
-        )
+        where = 'provider_options={"file_system_snapshot": {"mount_path": "/workspace"}}'
+        raise _wrong("snapshot", f"a snapshot of CoreWeave holds one volume: say where it goes with {where}")
     known = dict(volume) if isinstance(volume, Mapping) else dataclasses.asdict(volume)
     return {**known, "file_system_snapshot_id": snapshot}

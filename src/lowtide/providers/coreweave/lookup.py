@@ -71,9 +71,7 @@ async def get(connections: Connections, sandbox_id: str) -> SandboxInfo:
     """Raises SandboxNotFoundError, also for one that lowtide has not made: it has none of its labels."""
     found = info(await message(connections, sandbox_id))
     if "lowtide-lease" not in found.labels:
-        raise SandboxNotFoundError(
-            f"{sandbox_id} is not a lowtide sandbox", provider=SERVICE.provider, sandbox_id=sandbox_id
-        )
+        raise SERVICE.error(SandboxNotFoundError, f"{sandbox_id} is not a lowtide sandbox", sandbox_id)
     return found
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lowtide.providers.hosted import asked_for
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreWeaveOptions:
@@ -35,9 +37,5 @@ class CoreWeaveOptions:
 
     def keywords(self) -> dict[str, Any]:
         """Those that were given, as cwsandbox's keywords."""
-        values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in values.items()
-            if value not in (None, {})
-        }
+        given = asked_for({one.name: getattr(self, one.name) for one in dataclasses.fields(self)})
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}

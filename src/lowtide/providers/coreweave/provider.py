@@ -106,7 +106,7 @@ class CoreWeaveProvider(hosted.Hosted):
             made = lookup.of_lease(box, spec)
             if made is None:  # then what was made is looked for
                 words = "CoreWeave answered with a sandbox that is not this lease's"
-                raise SandboxUnavailableError(words, provider=self.name)
+                raise SERVICE.error(SandboxUnavailableError, words)
             if box.endpoint_share_token:
                 self._share_tokens[made.sandbox_id] = box.endpoint_share_token
             return made
@@ -129,15 +129,6 @@ class CoreWeaveProvider(hosted.Hosted):
         self._keys[made.sandbox_id] = self._access.inside_key(spec.lease_id)
         return made
 
-    async def find(self, spec: SandboxSpec) -> SandboxInfo | None:
-        return await self._find(spec, ended=False)
-
-    async def _find(self, spec: SandboxSpec, *, ended: bool) -> SandboxInfo | None:
-        tags = create.lease_tags(spec)
-        async for found in lookup.listed(await self.connections(), tags, ended=ended):
-            return found
-        return None
-
     async def replay(self, spec: SandboxSpec) -> SandboxInfo | None:
         """Take the request's id: after this nothing can come of the request any more but what this returns."""
         connections = await self.connections()
@@ -148,7 +139,9 @@ class CoreWeaveProvider(hosted.Hosted):
         except LowtideError as error:
             if has_status(error, ALREADY_EXISTS):
                 # The request was taken: what it made shows, sooner or later.
-                return await self._find(spec, ended=True)
+                async for found in lookup.listed(connections, create.lease_tags(spec), ended=True):
+                    return found
+                return None
             if hosted.was_lost(error):
                 raise
             return None  # no room, or not allowed: then only time is proof
@@ -233,11 +226,10 @@ class CoreWeaveProvider(hosted.Hosted):
         info = await self.get(sandbox_id)
         if info.state.terminal:
             raise SERVICE.missing(sandbox_id)
-        if (
-            info.state is not SandboxState.RUNNING
-        ):  # it is there all the same: nobody may think that it is gone
+        if info.state is not SandboxState.RUNNING:
+            # It is there all the same: nobody may think that it is gone.
             words = f"the sandbox does not run: it is {info.state.value}"
-            raise SandboxUnavailableError(words, provider=self.name, sandbox_id=sandbox_id)
+            raise SERVICE.error(SandboxUnavailableError, words, sandbox_id)
         return await self.renew_inside(sandbox_id, lifetime_seconds)
 
     async def url(self, sandbox_id: str, port: int) -> Url:
@@ -254,11 +246,8 @@ class CoreWeaveProvider(hosted.Hosted):
         silence = None if follow else lookup.SECONDS
         async for entry in (await self.connections()).entries("StreamLogs", asked, silence):
             if entry.HasField("error"):
-                raise SandboxUnavailableError(
-                    f"the log broke off: {entry.error.message[:400]}",
-                    provider=self.name,
-                    sandbox_id=sandbox_id,
-                )
+                words = f"the log broke off: {entry.error.message[:400]}"
+                raise SERVICE.error(SandboxUnavailableError, words, sandbox_id)
             yield bytes(entry.data)
 
     async def snapshot(self, sandbox_id: str, name: str) -> str:

@@ -38,15 +38,12 @@ class Access:
     @classmethod
     def resolve(cls, environ: Mapping[str, str], options: Mapping[str, Any] | None) -> Access:
         """Raises ValidationError for an unknown option, AuthenticationError without a key."""
-        found = hosted.chosen(PROVIDER, _OPTIONS, options, environ)
-        if not found["api_key"]:
-            raise hosted.needs_key("E2B", PROVIDER, KEY)
-        hosted.needs_sdk(PROVIDER, "E2B", "e2b")
+        found = hosted.chosen_with_key(PROVIDER, "E2B", "e2b", _OPTIONS, options, environ)
         way = hosted.way_of(environ, *_WAY)
         if found["proxy"] is None and any((os.environ.get(name) or "") != way[name] for name in _PROXIES):
             found["proxy"] = next((way[name] for name in _PROXIES if way[name]), None)
         found["domain"] = found["domain"] or DEFAULT_DOMAIN
-        return cls(way=way, **found)  # type: ignore[arg-type]
+        return cls(way=way, **found)
 
     @property
     def account(self) -> str:

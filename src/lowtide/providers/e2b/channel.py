@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lowtide import errors
+from lowtide.providers.e2b.errors import SERVICE
 from lowtide.providers.e2b.sdk import LazySandbox, SdkSandbox
 from lowtide.providers.e2b.transport import track
 from lowtide.providers.inside import program
@@ -84,12 +85,9 @@ class EnvdChannel:
             failure = str(error)
         if not self._early:
             words = failure or self.said.decode(errors="replace").strip() or f"it ended with {self.code}"
-            raise errors.SandboxUnavailableError(
-                f"the program inside did not answer: {words}",
-                provider="e2b",
-                sandbox_id=self._sandbox.sandbox_id,
-                retryable=self.code is None,
-            )
+            words = f"the program inside did not answer: {words}"
+            box, passing = self._sandbox.sandbox_id, self.code is None
+            raise SERVICE.error(errors.SandboxUnavailableError, words, box, retryable=passing)
 
     async def send(self, data: bytes) -> None:
         from e2b.envd.process import process_pb
@@ -155,9 +153,8 @@ class EnvdChannel:
         _ = reading.cancelled() or reading.exception()  # nobody needs to hear of it
         with contextlib.suppress(Exception):
             await self._events.aclose()
-            if (
-                self.code is None and self._spoke and self._pid is not None
-            ):  # it may be gone, with its sandbox, or asleep
+            # It may be gone, with its sandbox, or asleep.
+            if self.code is None and self._spoke and self._pid is not None:
                 async with asyncio.timeout(_CLOSE_SECONDS * 10):
                     await self._sandbox.commands.kill(self._pid)
         _channels.discard(self)

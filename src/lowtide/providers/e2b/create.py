@@ -107,4 +107,4 @@ def _network(spec: SandboxSpec, options: E2BOptions) -> dict[str, Any]:
 
 
 def _wrong(argument: str, words: str) -> errors.ValidationError:
-    return errors.ValidationError(words, argument=argument, provider="e2b")
+    return SERVICE.error(errors.ValidationError, words, argument=argument)

@@ -55,16 +55,15 @@ async def run(
     except Exception as error:
         said = str(error)
         if "Execution timed out" in said:
-            raise errors.CommandTimeoutError(
-                f"the code was given up after {seconds:g} seconds", provider="e2b", sandbox_id=box.sandbox_id
-            ) from error
+            words = f"the code was given up after {seconds:g} seconds"
+            raise SERVICE.error(errors.CommandTimeoutError, words, box.sandbox_id) from error
         if "port is not open" in said:
-            raise errors.UnsupportedError(
+            raise SERVICE.error(
+                errors.UnsupportedError,
                 "this sandbox's template has no code interpreter",
+                box.sandbox_id,
                 feature="code",
                 alternative=f'provider_options={{"template": "{TEMPLATE}"}}',
-                provider="e2b",
-                sandbox_id=box.sandbox_id,
             ) from error
         raise
     return CodeResult(

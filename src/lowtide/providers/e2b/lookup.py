@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lowtide import errors
@@ -14,29 +16,75 @@ from lowtide.providers.e2b.errors import SERVICE
 CALL_SECONDS = 30.0
 
 
-async def detail(access: Access, sandbox_id: str) -> Any:
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """As much of an answer as the SDK's own reading of errors needs."""
+
+    status_code: int
+    content: bytes
+    headers: Any
+
+
+class Requests:
+    """About one sandbox, by its id. They go over the SDK's own connections, but not through its HTTP client, which
+    is made anew for every call: these are on the way of everybody who waits for an end."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._headers: dict[str, str] | None = None
+        self._base = ""
+        self._pool: dict[str, Any] = {}
+
+    async def send(self, method: str, sandbox_id: str) -> bytes | None:
+        """The answer's body; None: there is no such sandbox. Raises what the SDK raises."""
+        from e2b.api import handle_api_exception
+        from e2b.api.client_async import get_pyqwest_transport
+        from pyqwest import Client
+
+        headers = self._headers or self._prepare()
+        # From the SDK's table each time: it has new connections after a fork, and after the last `aclose`.
+        client = Client(get_pyqwest_transport(**self._pool))
+        answer = await client.execute(method, f"{self._base}/sandboxes/{sandbox_id}", headers)
+        # `res`: see `errors.retry_after`.
+        res = _Answer(answer.status, bytes(answer.content), answer.headers)
+        if res.status_code == 404:
+            if not hosted.is_own(res.content):
+                raise SERVICE.elsewhere(sandbox_id)
+            return None
+        if res.status_code >= 300:
+            raise handle_api_exception(res)
+        return res.content
+
+    def _prepare(self) -> dict[str, str]:
+        from e2b.api import proxy_to_config
+        from e2b.api.metadata import default_headers
+        from e2b.connection_config import ConnectionConfig
+
+        config = ConnectionConfig(**self._access.parameters())
+        self._base = config.api_url.rstrip("/")
+        self._pool = {"proxy": proxy_to_config(config.proxy)}
+        if hasattr(config, "http_version"):
+            # Without the SDK's own retries of connecting, which cost more than the request: an end that
+            # could not be asked for is asked for again by whoever wants it.
+            self._pool |= {"http_version": config.http_version, "retry_connect": False}
+        self._headers = {**default_headers, **(config.headers or {}), "X-API-KEY": self._access.api_key}
+        return self._headers
+
+
+async def detail(requests: Requests, sandbox_id: str) -> Any:
     """Everything about one, by a plain GET: the SDK's ``connect`` resumes and extends. SandboxNotFoundError."""
-    from e2b.api import handle_api_exception
-    from e2b.api.client.api.sandboxes import get_sandboxes_sandbox_id
-    from e2b.api.client_async import get_api_client
-    from e2b.connection_config import ConnectionConfig
+    from e2b.api.client.models import SandboxDetail
 
     if not hosted.is_word(sandbox_id):
         raise SERVICE.missing(sandbox_id)
-    client = get_api_client(ConnectionConfig(**access.parameters()))
-    asking = get_sandboxes_sandbox_id.asyncio_detailed(sandbox_id, client=client)
+    found = await SERVICE.call(CALL_SECONDS, requests.send("GET", sandbox_id), "get", sandbox_id)
+    if found is None:
+        raise SERVICE.missing(sandbox_id)
     try:
-        res = await SERVICE.call(CALL_SECONDS, asking, "get", sandbox_id)  # `res`: see `errors.retry_after`
-    except LookupError as error:  # the SDK cannot read it, so it is not E2B's
-        if isinstance(error, errors.LowtideError):
-            raise
-        raise SERVICE.elsewhere(sandbox_id) from error
-    if res.status_code == 404:
-        raise SERVICE.missing(sandbox_id) if hosted.is_own(res.content) else SERVICE.elsewhere(sandbox_id)
-    with SERVICE.mapped(sandbox_id):
-        if res.status_code >= 300 or not hasattr(res.parsed, "sandbox_id"):
-            raise handle_api_exception(res)
-    return res.parsed
+        return SandboxDetail.from_dict(json.loads(found))
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        words = f"what came in place of E2B's answer about {sandbox_id} cannot be read"
+        raise SERVICE.error(errors.SandboxUnavailableError, words, sandbox_id) from error
 
 
 async def listed(sdk: Any, access: Access, labels: Mapping[str, str]) -> AsyncIterator[SandboxInfo]:

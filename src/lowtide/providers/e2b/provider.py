@@ -15,7 +15,6 @@ from typing import ClassVar
 from lowtide import errors
 from lowtide.providers import hosted
 from lowtide.providers.base import (
-    LABEL_PREFIX,
     Capability,
     ProcessSpec,
     Recovery,
@@ -26,10 +25,9 @@ from lowtide.providers.base import (
     Url,
     nothing_sent,
 )
-from lowtide.providers.e2b import create, files, lookup, transport
+from lowtide.providers.e2b import create, destroy, files, lookup, transport
 from lowtide.providers.e2b.access import Access
 from lowtide.providers.e2b.channel import EnvdChannel, Server, all_closed, open_channel
-from lowtide.providers.e2b.destroy import Destroy
 from lowtide.providers.e2b.errors import SERVICE
 from lowtide.providers.e2b.options import E2BOptions
 from lowtide.providers.e2b.sdk import LazySandbox, SdkSandbox, sandbox_class
@@ -72,7 +70,7 @@ class E2BProvider(Snapshots, BulkFiles, hosted.Hosted):
 
     def __init__(self, access: Access) -> None:
         self._access = access
-        self._destroy = Destroy(access)
+        self._requests = lookup.Requests(access)
         self._known: OrderedDict[str, SdkSandbox] = OrderedDict()
         self._fresh: dict[str, SandboxInfo] = {}
         self._servers: dict[tuple[str, str | None], Server] = {}
@@ -114,14 +112,9 @@ class E2BProvider(Snapshots, BulkFiles, hosted.Hosted):
 
     # -- looking
 
-    async def find(self, spec: SandboxSpec) -> SandboxInfo | None:
-        async for info in self.list({LABEL_PREFIX + "lease": spec.lease_id}):
-            return info
-        return None
-
     async def get(self, sandbox_id: str) -> SandboxInfo:
         self._sdk()
-        return lookup.info_of(await lookup.detail(self._access, sandbox_id))
+        return lookup.info_of(await lookup.detail(self._requests, sandbox_id))
 
     async def list(self, labels: Mapping[str, str]) -> AsyncIterator[SandboxInfo]:
         async for info in lookup.listed(self._sdk(), self._access, labels):
@@ -153,7 +146,7 @@ class E2BProvider(Snapshots, BulkFiles, hosted.Hosted):
             return False
         self._sdk()
         self._forget(sandbox_id)
-        return await self._destroy.run(sandbox_id)
+        return await destroy.destroy(self._requests, sandbox_id)
 
     async def renew(self, sandbox_id: str, lifetime_seconds: float) -> datetime | None:
         sdk = self._sdk()
@@ -218,7 +211,7 @@ class E2BProvider(Snapshots, BulkFiles, hosted.Hosted):
                 except errors.AuthenticationError as error:
                     if who is not None and who in str(error):
                         words = f"the sandbox knows no user {who}"
-                        raise errors.ValidationError(words, argument="user", provider="e2b") from error
+                        raise SERVICE.error(errors.ValidationError, words, argument="user") from error
                     if attempt:
                         raise
                     # envd did not take the token it was made with: it has another one since.
@@ -297,7 +290,7 @@ class E2BProvider(Snapshots, BulkFiles, hosted.Hosted):
         if known is not None and not anew:
             return known
         try:
-            detail = await lookup.detail(self._access, sandbox_id)
+            detail = await lookup.detail(self._requests, sandbox_id)
         except errors.SandboxNotFoundError as error:
             raise SERVICE.gone(sandbox_id) from error
         known = SdkSandbox.of(detail, self._access.parameters())

@@ -34,10 +34,7 @@ class Access:
     @classmethod
     def resolve(cls, environ: Mapping[str, str], options: Mapping[str, Any] | None) -> Access:
         """Raises ValidationError for an unknown option, AuthenticationError without a key."""
-        found = hosted.chosen(PROVIDER, _OPTIONS, options, environ)
-        if not found["api_key"]:
-            raise hosted.needs_key("Runloop", PROVIDER, KEY)
-        hosted.needs_sdk(PROVIDER, "Runloop", "runloop_api_client")
+        found = hosted.chosen_with_key(PROVIDER, "Runloop", "runloop_api_client", _OPTIONS, options, environ)
         return cls(
             api_key=found["api_key"],
             base_url=hosted.url_of(found["base_url"] or DEFAULT_URL, BASE_URL, PROVIDER),

@@ -133,9 +133,7 @@ class ExecutionChannel:
                 continue
             if broken > _BROKEN_SECONDS:
                 words = f"what it prints cannot be read: {why}"
-                raise errors.SandboxUnavailableError(
-                    words, provider=SERVICE.provider, sandbox_id=self._sandbox_id
-                )
+                raise SERVICE.error(errors.SandboxUnavailableError, words, self._sandbox_id)
             broken += delay
             await asyncio.sleep(delay)
         raise AssertionError  # `backoff` has no end

@@ -32,7 +32,7 @@ def arguments(spec: SandboxSpec, default_blueprint: str | None) -> dict[str, Any
     launch = {
         "keep_alive_time_seconds": lives,
         "resource_size_request": options.size,
-        "launch_commands": list(options.launch_commands) or None,
+        "launch_commands": list(options.launch_commands),
         "architecture": options.architecture,
         "network_policy_id": options.network_policy_id,
         "user_parameters": user_parameters(options.user) if options.user else None,
@@ -40,21 +40,20 @@ def arguments(spec: SandboxSpec, default_blueprint: str | None) -> dict[str, Any
     asked = {
         "name": spec.lease_id,
         "metadata": metadata,
-        "environment_variables": dict(spec.environment) or None,
-        "launch_parameters": {key: value for key, value in launch.items() if value is not None},
-        "secrets": dict(options.secrets) or None,
+        "environment_variables": dict(spec.environment),
+        "launch_parameters": hosted.asked_for(launch),
+        "secrets": dict(options.secrets),
         "tunnel": TUNNEL if spec.ports else None,
         **_start(spec, options, default_blueprint),
     }
-    return {key: value for key, value in asked.items() if value is not None}
+    return hosted.asked_for(asked)
 
 
 def _start(spec: SandboxSpec, options: RunloopOptions, default: str | None) -> dict[str, str | None]:
     named = options.blueprint or options.blueprint_id
     if spec.snapshot is not None and named is not None:
-        raise errors.ValidationError(
-            "a sandbox starts from a snapshot or from a blueprint", argument="blueprint", provider=PROVIDER
-        )
+        words = "a sandbox starts from a snapshot or from a blueprint"
+        raise SERVICE.error(errors.ValidationError, words, argument="blueprint")
     if spec.snapshot is not None:
         return {"snapshot_id": spec.snapshot}
     if options.blueprint_id is not None:

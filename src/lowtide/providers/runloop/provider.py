@@ -16,7 +16,6 @@ from lowtide import errors
 from lowtide.in_thread import in_thread
 from lowtide.providers import hosted
 from lowtide.providers.base import (
-    LABEL_PREFIX,
     Capability,
     Recovery,
     SandboxInfo,
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 _READY_SECONDS = 600.0
 _GOODBYE_SECONDS = 2.0
 _SEND_SECONDS = 3600.0
-_LEASE = LABEL_PREFIX + "lease"
 _AMBIGUOUS = (errors.SandboxError, errors.ValidationError)
 """What the way in may say of a sandbox that has ended or sleeps."""
 
@@ -133,11 +131,6 @@ class RunloopProvider(BulkFiles, hosted.Hosted):
             self._ours.discard(sandbox_id)
         return found
 
-    async def find(self, spec: SandboxSpec) -> SandboxInfo | None:
-        async for info in self.list({_LEASE: spec.lease_id}):
-            return info
-        return None
-
     async def list(self, labels: Mapping[str, str]) -> AsyncIterator[SandboxInfo]:
         async for info in lookup.listed(self.client(), labels):
             yield info
@@ -196,7 +189,7 @@ class RunloopProvider(BulkFiles, hosted.Hosted):
             )
             if isinstance(found, errors.ValidationError):
                 # Nothing of the caller's is in these requests: the devbox is about to end, and its state lags behind.
-                return errors.SandboxUnavailableError(str(found), provider=PROVIDER, sandbox_id=sandbox_id)
+                return SERVICE.error(errors.SandboxUnavailableError, str(found), sandbox_id)
             return found
 
         channel = await open_channel(self.client(), sandbox_id, await self._door(sandbox_id), first, explain)
@@ -250,10 +243,9 @@ class RunloopProvider(BulkFiles, hosted.Hosted):
         # The program inside has ended, too: whoever comes next starts another, and does not look for this one.
         words = "the sandbox was paused, and on Runloop that ends its commands: start them again"
         self.forget_calls(sandbox_id, goodbye=False)
-        ended = errors.SandboxUnavailableError(
-            words, retryable=False, provider=PROVIDER, sandbox_id=sandbox_id
+        self._shut(
+            sandbox_id, SERVICE.error(errors.SandboxUnavailableError, words, sandbox_id, retryable=False)
         )
-        self._shut(sandbox_id, ended)
 
     async def resume(self, sandbox_id: str) -> None:
         await self._change(sandbox_id, SandboxState.RUNNING, "resume", "running")
