@@ -36,27 +36,21 @@ class CoreWeaveProvider(hosted.Hosted):
     """One sandbox of CoreWeave per sandbox, with the program inside as its main process."""
 
     name: ClassVar[str] = "coreweave"
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.IMAGE,
-            Capability.COMMAND,
-            Capability.STDIN,
-            Capability.TTY,
-            Capability.USER,
-            Capability.SIGNALS,
-            Capability.CPU_LIMIT,
-            Capability.MEMORY_LIMIT,
-            Capability.NETWORK_NONE,
-            Capability.NETWORK_FULL,
-            Capability.NETWORK_ALLOW,
-            Capability.NETWORK_PORTS,  # of a name: 443 only
-            Capability.GVISOR,
-            Capability.PORTS,
-            Capability.SNAPSHOT,  # of one volume
-            Capability.LIFETIME,
-            Capability.RENEW,
-        }
-    )
+    capabilities: ClassVar[frozenset[Capability]] = hosted.INSIDE | {
+        Capability.IMAGE,
+        Capability.COMMAND,
+        Capability.USER,
+        Capability.CPU_LIMIT,
+        Capability.MEMORY_LIMIT,
+        Capability.NETWORK_NONE,
+        Capability.NETWORK_FULL,
+        Capability.NETWORK_ALLOW,
+        Capability.NETWORK_PORTS,  # of a name: 443 only
+        Capability.GVISOR,
+        Capability.SNAPSHOT,  # of one volume
+        Capability.LIFETIME,
+        Capability.RENEW,
+    }
     traits: ClassVar[Traits] = Traits(
         recovery=Recovery.REPLAY,
         create_window_seconds=60.0,  # the request is given up after 45 s

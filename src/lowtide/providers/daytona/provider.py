@@ -43,26 +43,20 @@ class DaytonaProvider(BulkFiles, hosted.Hosted):
     """One hosted sandbox each, made and ended through Daytona's async SDK, used through the program inside."""
 
     name: ClassVar[str] = "daytona"
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.IMAGE,
-            Capability.STDIN,
-            Capability.TTY,
-            Capability.SIGNALS,
-            Capability.CPU_LIMIT,
-            Capability.MEMORY_LIMIT,
-            Capability.DISK_LIMIT,
-            Capability.NETWORK_NONE,
-            Capability.NETWORK_FULL,
-            Capability.NETWORK_ALLOW,
-            Capability.PORTS,
-            Capability.SNAPSHOT,
-            Capability.PAUSE,
-            Capability.LIFETIME,
-            Capability.RENEW,
-            Capability.CODE,
-        }
-    )
+    capabilities: ClassVar[frozenset[Capability]] = hosted.INSIDE | {
+        Capability.IMAGE,
+        Capability.CPU_LIMIT,
+        Capability.MEMORY_LIMIT,
+        Capability.DISK_LIMIT,
+        Capability.NETWORK_NONE,
+        Capability.NETWORK_FULL,
+        Capability.NETWORK_ALLOW,
+        Capability.SNAPSHOT,
+        Capability.PAUSE,
+        Capability.LIFETIME,
+        Capability.RENEW,
+        Capability.CODE,
+    }
     traits: ClassVar[Traits] = Traits(
         recovery=Recovery.BY_NAME,
         # The name is taken before anything else is done for a sandbox, so what was asked for shows soon;

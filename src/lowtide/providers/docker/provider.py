@@ -46,29 +46,23 @@ class DockerProvider(hosted.Hosted):
     """One container per sandbox. The sandbox id is the container's name, which is the lease id."""
 
     name: ClassVar[str] = "docker"
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.IMAGE,
-            Capability.COMMAND,
-            Capability.STDIN,
-            Capability.TTY,
-            Capability.USER,
-            Capability.SIGNALS,
-            Capability.CPU_LIMIT,
-            Capability.MEMORY_LIMIT,
-            Capability.PIDS_LIMIT,
-            Capability.NETWORK_NONE,
-            Capability.NETWORK_FULL,
-            Capability.NETWORK_ALLOW,  # where the engine is on this machine, for root
-            Capability.NETWORK_PORTS,
-            Capability.GVISOR,  # where the engine knows its runtime
-            Capability.PORTS,
-            Capability.SNAPSHOT,
-            Capability.PAUSE,
-            Capability.LIFETIME,
-            Capability.RENEW,
-        }
-    )
+    capabilities: ClassVar[frozenset[Capability]] = hosted.INSIDE | {
+        Capability.IMAGE,
+        Capability.COMMAND,
+        Capability.USER,
+        Capability.CPU_LIMIT,
+        Capability.MEMORY_LIMIT,
+        Capability.PIDS_LIMIT,
+        Capability.NETWORK_NONE,
+        Capability.NETWORK_FULL,
+        Capability.NETWORK_ALLOW,  # where the engine is on this machine, for root
+        Capability.NETWORK_PORTS,
+        Capability.GVISOR,  # where the engine knows its runtime
+        Capability.SNAPSHOT,
+        Capability.PAUSE,
+        Capability.LIFETIME,
+        Capability.RENEW,
+    }
     traits: ClassVar[Traits] = Traits(
         recovery=Recovery.BY_NAME,
         # gVisor has a network stack of its own: what is set up in the namespace behind it has no effect inside.

@@ -49,13 +49,10 @@ class E2BProvider(Snapshots, BulkFiles, hosted.Hosted):
     """The primitives over E2B's API. A sandbox id is E2B's own."""
 
     name: ClassVar[str] = "e2b"
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            *(Capability.STDIN, Capability.TTY, Capability.USER, Capability.SIGNALS, Capability.CODE),
-            *(Capability.NETWORK_NONE, Capability.NETWORK_FULL, Capability.NETWORK_ALLOW, Capability.PORTS),
-            *(Capability.SNAPSHOT, Capability.PAUSE, Capability.LIFETIME, Capability.RENEW),
-        }
-    )
+    capabilities: ClassVar[frozenset[Capability]] = hosted.INSIDE | {
+        *(Capability.USER, Capability.NETWORK_NONE, Capability.NETWORK_FULL, Capability.NETWORK_ALLOW),
+        *(Capability.SNAPSHOT, Capability.PAUSE, Capability.LIFETIME, Capability.RENEW, Capability.CODE),
+    }
     traits: ClassVar[Traits] = Traits(
         # Not REPLAY, although every create has its key: from a guardian that knows the labels only, a
         # replay would be another request under the same key, which is refused; and where nothing was

@@ -8,7 +8,7 @@
 * `explained`: what an error on the way into a sandbox means: the control plane knows
 * `options_of`, `labels_of`, `only_ipv4`, `asked_for`: what a create may be asked for
 * `backoff`: the delays of whoever asks again
-* `Hosted`: what their providers have in common beyond the calls of the program inside
+* `Hosted`, `INSIDE`: what their providers have in common beyond the calls of the program inside
 * `grpc`, `forked_grpc`: requests and streams over gRPC, which does not survive a fork
 
 A provider's ``errors.py`` is a table and one service::
@@ -52,11 +52,12 @@ from lowtide.providers.hosted.create import asked_for, labels_of, only_ipv4, opt
 from lowtide.providers.hosted.destroy import End, delete
 from lowtide.providers.hosted.errors import Fault, file_error, is_own, status_of, was_raised_from
 from lowtide.providers.hosted.lookup import explained, until_ready
-from lowtide.providers.hosted.provider import Hosted
+from lowtide.providers.hosted.provider import INSIDE, Hosted
 from lowtide.providers.hosted.service import Service, mapped_by, was_lost, within
 from lowtide.providers.hosted.transfer import Counted
 
 __all__ = [
+    "INSIDE",
     "Counted",
     "End",
     "Fault",

@@ -9,9 +9,19 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar, Protocol, Self
 
 from lowtide.errors import LowtideError, RequestTimeoutError
-from lowtide.providers.base import LABEL_PREFIX, ProcessHandle, ProcessSpec, SandboxInfo, SandboxSpec, Url
+from lowtide.providers.base import (
+    LABEL_PREFIX,
+    Capability,
+    ProcessHandle,
+    ProcessSpec,
+    SandboxInfo,
+    SandboxSpec,
+    Url,
+)
 from lowtide.providers.inside.calls import Calls
 
+INSIDE = frozenset({Capability.STDIN, Capability.TTY, Capability.SIGNALS, Capability.PORTS})
+"""What the program inside does, wherever it is."""
 _RENEW_SECONDS = 30.0
 
 

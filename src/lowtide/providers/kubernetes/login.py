@@ -172,24 +172,9 @@ def _ask_plugin(access: Access) -> Mapping[str, Any]:
         raise refused(f"the credential plug-in {command} needs a terminal: log in with kubectl first")
     if os.path.dirname(command):
         command = beside(access.user, command)
-    about: dict[str, Any] = {"interactive": False}
-    if plugin.get("provideClusterInfo"):
-        cluster = access.cluster
-        authority = content(cluster, "certificate-authority")
-        about["cluster"] = {
-            "server": access.server,
-            **({"certificate-authority-data": base64.b64encode(authority).decode()} if authority else {}),
-            **{
-                k: cluster[k]
-                for k in ("tls-server-name", "insecure-skip-tls-verify", "proxy-url")
-                if cluster.get(k)
-            },
-        }
-    version = str(plugin.get("apiVersion") or "client.authentication.k8s.io/v1")
-    info = json.dumps({"kind": "ExecCredential", "apiVersion": version, "spec": about})
     environ = {name: value for name, value in {**os.environ, **access.environ}.items() if value}
     environ.update({str(one.get("name")): str(one.get("value", "")) for one in plugin.get("env") or ()})
-    environ["KUBERNETES_EXEC_INFO"] = info
+    environ["KUBERNETES_EXEC_INFO"] = _about(access, plugin)
     argv = [command, *map(str, plugin.get("args") or ())]
     try:
         with children_take_signals():
@@ -213,6 +198,21 @@ def _ask_plugin(access: Access) -> Mapping[str, Any]:
     except (ValueError, KeyError, TypeError):
         raise refused(f"the credential plug-in {command} gave neither a token nor a certificate") from None
     return answer
+
+
+def _about(access: Access, plugin: Mapping[str, Any]) -> str:
+    """What the plug-in is told: which cluster, where it asks for that."""
+    about: dict[str, Any] = {"interactive": False}
+    if plugin.get("provideClusterInfo"):
+        cluster, authority = access.cluster, content(access.cluster, "certificate-authority")
+        said = ("tls-server-name", "insecure-skip-tls-verify", "proxy-url")
+        about["cluster"] = {
+            "server": access.server,
+            **({"certificate-authority-data": base64.b64encode(authority).decode()} if authority else {}),
+            **{name: cluster[name] for name in said if cluster.get(name)},
+        }
+    version = str(plugin.get("apiVersion") or "client.authentication.k8s.io/v1")
+    return json.dumps({"kind": "ExecCredential", "apiVersion": version, "spec": about})
 
 
 def _expiry(text: Any) -> float | None:

@@ -39,24 +39,18 @@ class KubernetesProvider(hosted.Hosted):
     """The primitives over the API server. A sandbox id is the pod's name, with ``namespace/`` where it is not ours."""
 
     name: ClassVar[str] = PROVIDER
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.IMAGE,
-            Capability.COMMAND,
-            Capability.STDIN,
-            Capability.TTY,
-            Capability.USER,
-            Capability.SIGNALS,
-            Capability.CPU_LIMIT,
-            Capability.MEMORY_LIMIT,
-            Capability.GVISOR,  # the runtime class of that name; a cluster without it refuses the pod
-            Capability.NETWORK_NONE,  # by NetworkPolicy: the cluster's network plug-in enforces it
-            Capability.NETWORK_FULL,
-            Capability.PORTS,
-            Capability.LIFETIME,
-            Capability.RENEW,  # by the program's clock: the API lets activeDeadlineSeconds only be lowered
-        }
-    )
+    capabilities: ClassVar[frozenset[Capability]] = hosted.INSIDE | {
+        Capability.IMAGE,
+        Capability.COMMAND,
+        Capability.USER,
+        Capability.CPU_LIMIT,
+        Capability.MEMORY_LIMIT,
+        Capability.GVISOR,  # the runtime class of that name; a cluster without it refuses the pod
+        Capability.NETWORK_NONE,  # by NetworkPolicy: the cluster's network plug-in enforces it
+        Capability.NETWORK_FULL,
+        Capability.LIFETIME,
+        Capability.RENEW,  # by the program's clock: the API lets activeDeadlineSeconds only be lowered
+    }
     traits: ClassVar[Traits] = Traits(
         recovery=Recovery.BY_NAME,
         recovery_options=("namespace",),

@@ -40,23 +40,17 @@ class ModalProvider(hosted.Hosted):
     """One sandbox each. Its name is the lease id; the program inside is its main process and keeps the lease."""
 
     name: ClassVar[str] = PROVIDER
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.IMAGE,
-            Capability.COMMAND,
-            Capability.STDIN,
-            Capability.TTY,
-            Capability.SIGNALS,
-            Capability.CPU_LIMIT,
-            Capability.MEMORY_LIMIT,
-            Capability.NETWORK_NONE,
-            Capability.NETWORK_FULL,
-            Capability.NETWORK_ALLOW,
-            Capability.PORTS,
-            Capability.LIFETIME,
-            Capability.RENEW,
-        }
-    )
+    capabilities: ClassVar[frozenset[Capability]] = hosted.INSIDE | {
+        Capability.IMAGE,
+        Capability.COMMAND,
+        Capability.CPU_LIMIT,
+        Capability.MEMORY_LIMIT,
+        Capability.NETWORK_NONE,
+        Capability.NETWORK_FULL,
+        Capability.NETWORK_ALLOW,
+        Capability.LIFETIME,
+        Capability.RENEW,
+    }
     traits: ClassVar[Traits] = Traits(
         recovery=Recovery.BY_NAME, create_window_seconds=60.0, max_lifetime_seconds=float(LONGEST_SECONDS)
     )

@@ -48,12 +48,10 @@ class RunloopProvider(BulkFiles, hosted.Hosted):
     """One devbox per sandbox. The sandbox id is Runloop's own; its name is the lease id."""
 
     name: ClassVar[str] = PROVIDER
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        map(
-            Capability,
-            ("stdin", "tty", "signals", "network-full", "ports", "snapshot", "pause", "lifetime", "renew"),
-        )
-    )
+    capabilities: ClassVar[frozenset[Capability]] = hosted.INSIDE | {
+        Capability.NETWORK_FULL,
+        *(Capability.SNAPSHOT, Capability.PAUSE, Capability.LIFETIME, Capability.RENEW),
+    }
     traits: ClassVar[Traits] = Traits(
         # Not REPLAY, although every create has its key: that the service knows it again is not promised.
         recovery=Recovery.BY_LABEL,
