@@ -21,6 +21,7 @@ class ExecChannel:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sandbox_id: str) -> None:
         self._frames, self._writer, self._sandbox_id = Frames(reader), writer, sandbox_id
+        self._heard = False
 
     async def send(self, data: bytes) -> None:
         self._writer.write(data)
@@ -28,7 +29,8 @@ class ExecChannel:
 
     async def receive(self) -> bytes:
         while (chunk := await self._frames.next()) is not None:
-            if chunk[1].startswith(b"OCI runtime exec failed"):  # on standard output, by the engine
+            # On standard output, by the engine, in the place of all else: later it may be in somebody's file.
+            if not self._heard and chunk[1].startswith(b"OCI runtime exec failed"):
                 words = chunk[1][:400].decode(errors="replace")
                 raise SERVICE.error(
                     ResourceExhaustedError,
@@ -36,6 +38,7 @@ class ExecChannel:
                     self._sandbox_id,
                 )
             if chunk[0] == 1:
+                self._heard = True
                 return chunk[1]
         return b""
 

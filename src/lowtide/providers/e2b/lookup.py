@@ -34,16 +34,21 @@ class Requests:
         self._headers: dict[str, str] | None = None
         self._base = ""
         self._pool: dict[str, Any] = {}
+        self._once: dict[str, Any] = {}
 
-    async def send(self, method: str, sandbox_id: str) -> bytes | None:
-        """The answer's body; None: there is no such sandbox. Raises what the SDK raises."""
+    async def send(self, method: str, sandbox_id: str, *, patient: bool = False) -> bytes | None:
+        """The answer's body; None: there is no such sandbox. Raises what the SDK raises.
+
+        `patient`: with the SDK's own retries of connecting. They cost more than the request: an end that could
+        not be asked for is asked for again by whoever wants it.
+        """
         from e2b.api import handle_api_exception
         from e2b.api.client_async import get_pyqwest_transport
         from pyqwest import Client
 
         headers = self._headers or self._prepare()
         # From the SDK's table each time: it has new connections after a fork, and after the last `aclose`.
-        client = Client(get_pyqwest_transport(**self._pool))
+        client = Client(get_pyqwest_transport(**self._pool, **({} if patient else self._once)))
         answer = await client.execute(method, f"{self._base}/sandboxes/{sandbox_id}", headers)
         # `res`: see `errors.retry_after`.
         res = _Answer(answer.status, bytes(answer.content), answer.headers)
@@ -64,9 +69,8 @@ class Requests:
         self._base = config.api_url.rstrip("/")
         self._pool = {"proxy": proxy_to_config(config.proxy)}
         if hasattr(config, "http_version"):
-            # Without the SDK's own retries of connecting, which cost more than the request: an end that
-            # could not be asked for is asked for again by whoever wants it.
-            self._pool |= {"http_version": config.http_version, "retry_connect": False}
+            self._pool |= {"http_version": config.http_version}
+            self._once = {"retry_connect": False}
         self._headers = {**default_headers, **(config.headers or {}), "X-API-KEY": self._access.api_key}
         return self._headers
 
@@ -77,7 +81,8 @@ async def detail(requests: Requests, sandbox_id: str) -> Any:
 
     if not hosted.is_word(sandbox_id):
         raise SERVICE.missing(sandbox_id)
-    found = await SERVICE.call(CALL_SECONDS, requests.send("GET", sandbox_id), "get", sandbox_id)
+    asking = requests.send("GET", sandbox_id, patient=True)
+    found = await SERVICE.call(CALL_SECONDS, asking, "get", sandbox_id)
     if found is None:
         raise SERVICE.missing(sandbox_id)
     try:
