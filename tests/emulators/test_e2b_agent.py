@@ -40,3 +40,29 @@ async def test_questions_under_way_hear_that_the_agent_has_ended(tmp_path: Path)
     finally:
         await backing.aclose()
     assert not unheard
+
+
+async def test_callers_that_leave_at_any_time_spoil_nothing_for_the_next(tmp_path: Path) -> None:
+    backing = Backing(tmp_path, limit=1)
+    try:
+        sandbox_id = await backing.create()
+        agent = await Agent.start(backing, sandbox_id, user=None, home="/")
+        opened, _ = await agent.ask("open_write", path="/tmp/file")
+        for turns in range(40):
+            # More than a pipe holds: the caller leaves while some of its bytes are sent and some are not.
+            asking = asyncio.ensure_future(agent.ask("write", b"x" * (1 << 20), handle=opened["handle"]))
+            opening = asyncio.ensure_future(agent.ask("open_read", path="/etc/passwd"))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            asking.cancel()
+            opening.cancel()
+            await asyncio.gather(asking, opening, return_exceptions=True)
+        async with asyncio.timeout(30):
+            found, _ = await agent.ask("stat", path="/tmp/file")
+            assert found["entry"]["kind"] == "file"
+            await agent.ask("stat", path="/tmp")  # what was taken back is closed by now
+            again, _ = await agent.ask("open_read", path="/etc/passwd")
+        assert again["handle"] < opened["handle"] + 8, "what nobody heard of is still open"
+        await agent.aclose()
+    finally:
+        await backing.aclose()

@@ -55,6 +55,7 @@ class Agent:
         self._waiting: dict[int, asyncio.Future[tuple[dict[str, Any], bytes]]] = {}
         self._events: dict[int, Callable[[list[dict[str, Any]]], None]] = {}
         self._sending = asyncio.Lock()
+        self._asking: set[asyncio.Future[Any]] = set()
         self._reading = asyncio.create_task(self._read())
         self.ended = False
 
@@ -66,7 +67,33 @@ class Agent:
         return cls(handle, home)
 
     async def ask(self, op: str, data: bytes = b"", **fields: Any) -> tuple[dict[str, Any], bytes]:
-        """One question, one answer. AgentError for a refusal, SandboxUnavailableError when it is gone."""
+        """One question, one answer. AgentError for a refusal, SandboxUnavailableError when it is gone.
+
+        A caller may leave at any time, and the question goes on without it: the agent would take the next
+        one for the rest of a frame that was half sent, and keep open what nobody heard of.
+        """
+        asking = asyncio.ensure_future(self._ask(op, data, **fields))
+        self._asking.add(asking)
+        asking.add_done_callback(self._asking.discard)
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            asking.add_done_callback(self._take_back)
+            raise
+
+    def _take_back(self, asked: asyncio.Future[tuple[dict[str, Any], bytes]]) -> None:
+        """Close what an answer opened that nobody waits for any more."""
+        if asked.cancelled() or asked.exception() is not None or self.ended:
+            return
+        answer = asked.result()[0]
+        for op, name in (("close", "handle"), ("unwatch", "watch")):
+            if name in answer:
+                closing = asyncio.ensure_future(self._ask(op, **{name: answer[name]}))
+                self._asking.add(closing)
+                closing.add_done_callback(self._asking.discard)
+                closing.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def _ask(self, op: str, data: bytes = b"", **fields: Any) -> tuple[dict[str, Any], bytes]:
         if self.ended:
             raise SandboxUnavailableError("the sandbox's file agent has ended")
         number = next(self._ids) & 0xFFFFFFFF
