@@ -18,6 +18,7 @@ from urllib.parse import quote
 from aiohttp import web
 
 from lowtide.emulators.daytona.answers import Refused, body_of, text_of
+from lowtide.emulators.finish import finished
 from lowtide.errors import LowtideError
 from lowtide.providers.base import STDOUT, ProcessHandle
 
@@ -158,6 +159,7 @@ class _Server:
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self.can: dict[str, Any] = {}
         self.ended = False
+        self._sending = asyncio.Lock()
         self._reading = asyncio.get_running_loop().create_task(self._read())
 
     async def initialize(self, root: str) -> None:
@@ -186,11 +188,16 @@ class _Server:
     async def _send(self, message: dict[str, Any]) -> None:
         data = json.dumps({"jsonrpc": "2.0", **message}).encode()
         try:
-            if self.ended:
-                raise BrokenPipeError
-            await self._handle.write_stdin(b"Content-Length: %d\r\n\r\n%b" % (len(data), data))
+            await finished(self._write(b"Content-Length: %d\r\n\r\n%b" % (len(data), data)))
         except (BrokenPipeError, LowtideError):
             raise Refused(400, "the language server has ended") from None
+
+    async def _write(self, message: bytes) -> None:
+        """Whole, and not between the parts of another one: it is longer than a pipe takes at once."""
+        async with self._sending:
+            if self.ended:
+                raise BrokenPipeError
+            await self._handle.write_stdin(message)
 
     async def _read(self) -> None:
         buffer = bytearray()

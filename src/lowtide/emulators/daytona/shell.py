@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from lowtide.emulators.daytona.answers import Refused
+from lowtide.emulators.finish import finished
 from lowtide.errors import LowtideError
 from lowtide.providers.base import STDERR, STDOUT, ProcessHandle
 
@@ -118,6 +119,7 @@ class Shell:
         self._held = {STDOUT: b"", STDERR: b""}
         self._at = {STDOUT: 0, STDERR: 0}
         self._over = False
+        self._handing_over = asyncio.Lock()
 
     async def start(self, machine: Machine, sandbox: Sandbox) -> None:
         self._handle = await machine.start(sandbox, ("/bin/bash", "--norc", "--noprofile"), stdin=True)
@@ -127,20 +129,26 @@ class Shell:
 
     async def run(self, text: str, *, interactive: bool, echo: bool) -> Command:
         """Hand it to the shell; it runs when those before it have ended."""
-        if self._over or self._handle is None:
-            raise Refused(410, f"session has ended: {self.name}", code="SESSION_ENDED")
         command = Command(text, echo=echo)
-        self.commands[command.command_id] = command
-        self._queue.append(command)
-        pipe = f"{self._directory}/{command.command_id}"
-        script = (_OPEN_INPUT if interactive else _NO_INPUT) + _RUN
-        if len(text) > _LONGEST_LINE:
-            await self._agent.write_file(f"{pipe}.text", _once(text.encode()))
-            quoted = _FROM_FILE.format(file=f"{pipe}.text")
-        else:
-            quoted = shlex.quote(text)
-        await self._write(script.format(pipe=pipe, text=quoted, mark=shlex.quote(command.mark)))
+        # Whole and one after the other: the shell would wait for the rest of a command that is half there,
+        # and each command is told from the next by the order in which they were written.
+        await finished(self._hand_over(command, interactive=interactive))
         return command
+
+    async def _hand_over(self, command: Command, *, interactive: bool) -> None:
+        async with self._handing_over:
+            if self._over or self._handle is None:
+                raise Refused(410, f"session has ended: {self.name}", code="SESSION_ENDED")
+            pipe = f"{self._directory}/{command.command_id}"
+            script = (_OPEN_INPUT if interactive else _NO_INPUT) + _RUN
+            if len(command.text) > _LONGEST_LINE:
+                await self._agent.write_file(f"{pipe}.text", _once(command.text.encode()))
+                quoted = _FROM_FILE.format(file=f"{pipe}.text")
+            else:
+                quoted = shlex.quote(command.text)
+            self.commands[command.command_id] = command
+            self._queue.append(command)
+            await self._write(script.format(pipe=pipe, text=quoted, mark=shlex.quote(command.mark)))
 
     async def _write(self, text: str) -> None:
         assert self._handle is not None
@@ -164,7 +172,7 @@ class Shell:
             async for stream, data in handle.output():
                 self._take(stream, data)
             code = await handle.wait()
-        except LowtideError:
+        except (LowtideError, OSError):  # gone, or no room left to keep what it prints
             code = -1
         self._over = True
         for stream, rest in self._held.items():

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+from lowtide.emulators.finish import finished
 from lowtide.emulators.modal.refusal import invalid
 from lowtide.errors import LowtideError
 from lowtide.providers.base import STDERR, STDOUT, ProcessHandle
@@ -18,22 +19,23 @@ _PIECE = 256 << 10
 
 
 class Output:
-    """One stream of a command, kept whole: in memory while it is short, then in a file without a name."""
+    """One stream of a command, kept whole: in memory while it is short, then in a file.
+
+    The file is open while it grows, and after that only while it is read: commands that have ended are many.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._memory = bytearray()
         self._file: int | None = None
+        self._path: str | None = None
         self.size = 0
         self.over = False
         self._news = asyncio.Event()
 
     def add(self, data: bytes) -> None:
         if self._file is None and self.size + len(data) > _IN_MEMORY:
-            with tempfile.TemporaryFile(dir=self._folder) as file:
-                self._file = os.dup(file.fileno())
-            _write(self._file, self._memory)
-            self._memory = bytearray()
+            self._spill()
         if self._file is None:
             self._memory += data
         else:
@@ -41,16 +43,30 @@ class Output:
         self.size += len(data)
         self._wake()
 
+    def _spill(self) -> None:
+        file, path = tempfile.mkstemp(prefix="output-", dir=self._folder)
+        try:
+            _write(file, self._memory)
+        except OSError:  # no room: what is in memory stays readable
+            os.close(file)
+            os.unlink(path)
+            raise
+        self._file, self._path, self._memory = file, path, bytearray()
+
     def end(self) -> None:
         self.over = True
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
         self._wake()
 
     def close(self) -> None:
         """Nobody reads it any more."""
         self.end()
-        if self._file is not None:
-            os.close(self._file)
-            self._file, self.size = None, 0
+        if self._path is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+            self._path, self.size = None, 0
 
     def _wake(self) -> None:
         self._news.set()
@@ -69,9 +85,12 @@ class Output:
             await news.wait()
 
     def _read(self, offset: int) -> bytes:
-        if self._file is None:
+        if self._path is None:
             return bytes(self._memory[offset : offset + _PIECE])
-        return os.pread(self._file, _PIECE, offset)
+        if self._file is not None:
+            return os.pread(self._file, _PIECE, offset)
+        with open(self._path, "rb") as file:
+            return os.pread(file.fileno(), _PIECE, offset)
 
 
 class Execution:
@@ -108,7 +127,13 @@ class Execution:
                 await self.handle.aclose()
 
     async def write(self, offset: int, data: bytes, eof: bool) -> None:
-        """Input at an offset: what came before already is dropped, what would leave a hole is refused."""
+        """Input at an offset: what came before already is dropped, what would leave a hole is refused.
+
+        Finished without its caller: one that lost its connection half way sends all of it again.
+        """
+        await finished(self._write(offset, data, eof))
+
+    async def _write(self, offset: int, data: bytes, eof: bool) -> None:
         async with self._input:
             if offset > self._written:
                 raise invalid("offset", f"{offset} is beyond the {self._written} bytes written")
