@@ -10,6 +10,7 @@ import yarl
 from aiohttp import web
 from multidict import CIMultiDict
 
+from lowtide.emulators.request_check import Malformed
 from lowtide.emulators.web import drop as drop_connection
 
 _HOP_BY_HOP = frozenset(
@@ -43,6 +44,7 @@ class PortProxy:
                 connector=aiohttp.TCPConnector(limit=0, force_close=True),
                 timeout=aiohttp.ClientTimeout(total=None),
                 auto_decompress=False,
+                skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
         return self._session
@@ -58,7 +60,7 @@ class PortProxy:
         added: Mapping[str, str] | None = None,
     ) -> web.StreamResponse:
         """Answer `request` with what `base` answers, `added` on its head. PortClosed when nothing is there."""
-        target = base.rstrip("/") + (request.raw_path if path is None else path)
+        target = base.rstrip("/") + (_raw_path(request) if path is None else path)
         passed: CIMultiDict[str] = CIMultiDict(
             (name, value)
             for name, value in request.headers.items()
@@ -75,13 +77,15 @@ class PortProxy:
             answer = await self._client().request(
                 request.method, _exact(target), headers=passed, data=body, allow_redirects=False
             )
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+        except aiohttp.ClientError as error:  # nothing listens, or what answers does not speak HTTP
             raise PortClosed from error
         async with answer:
-            response = web.StreamResponse(status=answer.status, reason=answer.reason)
+            if answer.status < 200:  # it changed to a protocol that nobody asked for
+                raise PortClosed
+            response = web.StreamResponse(status=answer.status, reason=_printable(answer.reason))
             for name, value in answer.headers.items():
                 if name.lower() not in _HOP_BY_HOP:
-                    response.headers.add(name, value)
+                    response.headers.add(name, _printable(value))
             for name, value in (added or {}).items():
                 response.headers.add(name, value)
             await response.prepare(request)
@@ -103,29 +107,47 @@ class PortProxy:
         offered = [
             p.strip() for p in request.headers.get("Sec-WebSocket-Protocol", "").split(",") if p.strip()
         ]
+        outer = web.WebSocketResponse(max_msg_size=0, autoping=False)
+        if not outer.can_prepare(request):
+            raise Malformed("the request is no WebSocket handshake")
         try:
             inner = await self._client().ws_connect(
                 _exact(target), headers=headers, protocols=offered, max_msg_size=0, autoping=False
             )
         except aiohttp.WSServerHandshakeError as error:
+            if error.status < 200:  # it said yes, and not to this handshake
+                raise PortClosed from error
             return web.Response(status=error.status)
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, ValueError) as error:
             raise PortClosed from error
-        protocols = (inner.protocol,) if inner.protocol else ()
-        outer = web.WebSocketResponse(protocols=protocols, max_msg_size=0, autoping=False)
-        await outer.prepare(request)
-        sides = [asyncio.create_task(_pass_on(outer, inner)), asyncio.create_task(_pass_on(inner, outer))]
-        await asyncio.wait(sides, return_when=asyncio.FIRST_COMPLETED)
-        for side in sides:
-            side.cancel()
-        await asyncio.gather(*sides, return_exceptions=True)
-        await inner.close()
+        sides: list[asyncio.Task[None]] = []
+        try:
+            protocols = (inner.protocol,) if inner.protocol else ()
+            outer = web.WebSocketResponse(protocols=protocols, max_msg_size=0, autoping=False)
+            await outer.prepare(request)
+            sides = [asyncio.create_task(_pass_on(outer, inner)), asyncio.create_task(_pass_on(inner, outer))]
+            await asyncio.wait(sides, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for side in sides:
+                side.cancel()
+            await asyncio.gather(*sides, return_exceptions=True)
+            await inner.close()
         await outer.close()
         return outer
 
     async def aclose(self) -> None:
         if self._session is not None:
             await self._session.close()
+
+
+def _raw_path(request: web.Request) -> str:
+    """As it was sent, but for the address of a server in front of it, which HTTP allows and proxies send."""
+    return request.raw_path if request.raw_path.startswith("/") else str(request.rel_url)
+
+
+def _printable(text: str | None) -> str:
+    """What a program in a sandbox says on its head, without what no head may hold."""
+    return "".join(one if one.isprintable() or one == "\t" else "?" for one in text or "")
 
 
 def _exact(url: str) -> yarl.URL:

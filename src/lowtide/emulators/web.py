@@ -11,10 +11,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
 
 from lowtide.emulators.request_check import Malformed, Refusal, check_head, check_origin
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+_LONGEST_LINE = 256 << 10  # the services take up to a mebibyte, aiohttp by itself 8 KiB
 
 
 class HttpServer:
@@ -36,8 +40,15 @@ class HttpServer:
         app.middlewares.insert(0, _check(refusal, passed_on, allow_remote))
         if answered is not None:
             app.middlewares.insert(0, _tell(answered))
+        self._refusal = refusal
         self._runner = web.AppRunner(
-            app, handle_signals=False, access_log=None, shutdown_timeout=0.2, handler_cancellation=True
+            app,
+            handle_signals=False,
+            access_log=None,
+            shutdown_timeout=0.2,
+            handler_cancellation=True,
+            max_line_size=_LONGEST_LINE,
+            max_field_size=_LONGEST_LINE,
         )
 
     async def start(self) -> None:
@@ -46,10 +57,33 @@ class HttpServer:
     def connection(self) -> asyncio.BaseProtocol:
         server = self._runner.server
         assert server is not None, "start() comes first"
-        return server()
+        return _Connection(self._refusal, server, loop=asyncio.get_running_loop(), **server._kwargs)
 
     async def aclose(self) -> None:
         await self._runner.cleanup()
+
+
+class _Connection(RequestHandler):
+    """Says what aiohttp itself says of a request, that it is no HTTP or was not answered, in the service's shape."""
+
+    __slots__ = ("_refusal",)
+
+    def __init__(self, refusal: Refusal, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._refusal = refusal
+
+    def handle_error(
+        self,
+        request: Any,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        super().handle_error(request, status, exc, message)  # writes the log
+        reason = "internal error" if status >= 500 else f"the request is no HTTP: {message or status}"[:300]
+        answer = self._refusal(request, status, reason)
+        answer.force_close()
+        return answer
 
 
 def through_proxy(request: web.Request) -> bool:
@@ -85,6 +119,13 @@ def _check(refusal: Refusal, passed_on: Callable[[web.Request], bool], allow_rem
             return await handler(request)
         except Malformed as error:
             return refusal(request, error.status, str(error))
+        except web.HTTPException as error:  # no such address, no such method, too large
+            if error.status < 400:
+                raise
+            answer = refusal(request, error.status, error.reason)
+            if "Allow" in error.headers:
+                answer.headers["Allow"] = error.headers["Allow"]
+            return answer
         except web.RequestPayloadError:  # not what its encoding or its length says
             return refusal(request, 400, "the body cannot be read")
         except ConnectionResetError:  # the caller has left
