@@ -227,7 +227,25 @@ def test_what_would_only_fail_later_is_refused_when_it_is_asked_for(served: Hand
         assert send(wait, asked.SerializeToString(), timeout=5) == "INVALID_ARGUMENT"
 
 
-def test_a_header_of_any_bytes_is_answered(served: Handle, send: Sender) -> None:
+def test_headers_and_bodies_of_any_bytes_are_answered(served: Handle, send: Sender) -> None:
+    key = [(name.encode(), value.encode()) for name, value in send.metadata]
+    whole = bytes(5)
+    for headers, body, status in (
+        ([(b"x-modal-token-id", b"\xff\xfe"), (b"x-a", b"\xff")], whole, b"16"),
+        (key, whole, b"0"),
+        ([*key, (b"x-bin", b"\xff\xfe")], whole, b"3"),
+        (key, b"\0\0", b"3"),
+        (key, b"\0\0\0\0\5ab", b"3"),
+        (key, b"\0\0\0\0\5", b"3"),
+        *(([*key, (b"grpc-timeout", time)], whole, b"4") for time in (b"0n", b"0S", b"00H")),
+        *(([*key, (b"grpc-timeout", time)], whole, b"3") for time in (b"", b"S", b"-1S", b"1.5S", b"1x", b"\xff")),
+        *(([*key, (b"grpc-timeout", time)], whole, b"0") for time in (b"1n", b"1u", b"99999999H", b"9" * 999 + b"S")),
+    ):
+        assert raw_status(send, headers, body) == status, (headers[-1], body)
+
+
+def raw_status(send: Sender, headers: list[tuple[bytes, bytes]], body: bytes) -> bytes:
+    """What a call that no client would send is answered with."""
     h2 = pytest.importorskip("h2.connection")
     config = pytest.importorskip("h2.config").H2Configuration(
         header_encoding=None, validate_outbound_headers=False
@@ -237,9 +255,8 @@ def test_a_header_of_any_bytes_is_answered(served: Handle, send: Sender) -> None
     connection.initiate_connection()
     head = {":method": "POST", ":scheme": "http", ":authority": send.target, "te": "trailers"}
     head |= {":path": f"/{CONTROL.full_name}/ClientHello", "content-type": "application/grpc"}
-    token = [(b"x-modal-token-id", b"\xff\xfe"), (b"x-a", b"\xff")]
-    connection.send_headers(1, [(k.encode(), v.encode()) for k, v in sorted(head.items())] + token)
-    connection.send_data(1, bytes(5), end_stream=True)
+    connection.send_headers(1, [(k.encode(), v.encode()) for k, v in sorted(head.items())] + headers)
+    connection.send_data(1, body, end_stream=True)
     with socket.create_connection((host, int(port)), timeout=20) as raw:
         raw.sendall(connection.data_to_send())
         found: dict[bytes, bytes] = {}
@@ -248,7 +265,7 @@ def test_a_header_of_any_bytes_is_answered(served: Handle, send: Sender) -> None
             assert data, "the connection was ended without an answer"
             for event in connection.receive_data(data):
                 found.update(getattr(event, "headers", ()))
-    assert found[b"grpc-status"] == b"16"
+    return found[b"grpc-status"]
 
 
 def test_bytes_that_are_no_http2_end_the_connection_and_nothing_else(served: Handle, send: Sender) -> None:

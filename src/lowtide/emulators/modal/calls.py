@@ -26,6 +26,7 @@ from grpclib.const import Handler as Method
 from grpclib.encoding.proto import ProtoCodec
 from grpclib.events import _DispatchServerEvents
 from grpclib.exceptions import StreamTerminatedError
+from grpclib.metadata import decode_metadata, decode_timeout, encode_timeout
 from grpclib.protocol import H2Protocol
 from grpclib.server import Handler, _abort
 from h2.config import H2Configuration
@@ -46,6 +47,7 @@ LONGEST_TEXT = 1 << 20
 CONTROL = api_pb2.DESCRIPTOR.services_by_name["ModalClient"]
 ROUTER = task_command_router_pb2.DESCRIPTOR.services_by_name["TaskCommandRouter"]
 _PYTHON = "1"
+_SHORTEST_SECONDS = 0.05  # a deadline that is over before a call began is not answered as one by grpclib
 
 
 class Call:
@@ -143,23 +145,45 @@ class _Checked(Handler):
         foreign = not self._emulator.ground.settings.allow_remote and (
             not _is_local(found.get(":authority", "")) or "origin" in found
         )
-        if not foreign and found.get(":path") in self.mapping:
-            super().accept(stream, headers, release_stream)
+        if foreign:
+            refused = Refused(Status.PERMISSION_DENIED, "only this machine may call")
+            self._tasks[stream] = self.loop.create_task(_turn_away(stream, release_stream, 403, refused))
             return
-        if not foreign:
+        try:
+            headers = _checked(headers)
+        except Refused as error:
+            self._tasks[stream] = self.loop.create_task(_turn_away(stream, release_stream, 200, error))
+            return
+        if found.get(":path") not in self.mapping:
             log.info("modal: no call %.200s", found.get(":path"))
-            super().accept(stream, headers, release_stream)
-            return
-        self._tasks[stream] = self.loop.create_task(_turn_away(stream, release_stream))
+        super().accept(stream, headers, release_stream)
 
     def close(self) -> None:
         super().close()
         self._open.discard(self)
 
 
-async def _turn_away(stream: Any, release_stream: Any) -> None:
+def _checked(headers: Any) -> Any:
+    """The headers as grpclib can take them: it answers some never, and some as if it had failed itself."""
     try:
-        await _abort(stream, 403, Status.PERMISSION_DENIED, "only this machine may call")
+        decode_metadata(headers)
+    except ValueError:
+        raise invalid("metadata", "cannot be decoded") from None
+    try:
+        seconds = min((decode_timeout(value) for name, value in headers if name == "grpc-timeout"), default=None)
+    except (ValueError, OverflowError):
+        raise invalid("grpc-timeout", "is no time") from None
+    if seconds is None:
+        return headers
+    if seconds <= 0:
+        raise Refused(Status.DEADLINE_EXCEEDED, "the deadline is over")
+    kept = [(name, value) for name, value in headers if name != "grpc-timeout"]
+    return [*kept, ("grpc-timeout", encode_timeout(min(max(seconds, _SHORTEST_SECONDS), 1e9)))]
+
+
+async def _turn_away(stream: Any, release_stream: Any, code: int, refused: Refused) -> None:
+    try:
+        await _abort(stream, code, refused.status, str(refused))
     finally:
         release_stream()
 
@@ -215,19 +239,17 @@ class _Serve:
 
     async def _receive(self, stream: Any) -> Any:
         """The next message. grpclib's own reading takes any length, and fails without a reason at bad bytes."""
-        head = await stream._stream.recv_data(5)
+        head = await _recv(stream, 5)
         if not head:
             return None
-        if len(head) < 5:
-            raise Refused(Status.INVALID_ARGUMENT, "the message is cut off")
         if head[0]:
             raise Refused(Status.UNIMPLEMENTED, "compressed messages are not taken")
         size = int.from_bytes(head[1:], "big")
         if size > LARGEST_MESSAGE:
             raise Refused(Status.RESOURCE_EXHAUSTED, f"the message is larger than {LARGEST_MESSAGE} bytes")
-        data = await stream._stream.recv_data(size) if size else b""
+        data = await _recv(stream, size) if size else b""
         if len(data) != size:
-            raise Refused(Status.INVALID_ARGUMENT, "the message is cut off")
+            raise _cut_off()
         try:
             request = self._kind.FromString(data)
         except (DecodeError, UnicodeDecodeError):
@@ -269,6 +291,19 @@ class _Serve:
             raise Refused(Status.RESOURCE_EXHAUSTED, "too many requests", retry_seconds=fault.seconds or 1.0)
         if ground.faults.take(FaultName.UNAVAILABLE, "modal", facts):
             raise Refused(Status.UNAVAILABLE, "the service is not available")
+
+
+async def _recv(stream: Any, size: int) -> bytes:
+    """So many bytes, or none at the end of the stream."""
+    try:
+        found: bytes = await stream._stream.recv_data(size)
+    except AssertionError:  # what grpclib says of an end in the middle
+        raise _cut_off() from None
+    return found
+
+
+def _cut_off() -> Refused:
+    return Refused(Status.INVALID_ARGUMENT, "the message is cut off")
 
 
 def _refusal(error: Exception, operation: str) -> Refused:
