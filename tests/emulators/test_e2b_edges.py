@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -197,3 +200,46 @@ def test_the_templates_that_are_there_exist(options: dict[str, Any]) -> None:
     options = {name: value for name, value in options.items() if name != "sandbox_url"}
     assert sdk.Template.exists("base", **options)
     assert not sdk.Template.exists("no-such-template", **options)
+
+
+async def test_only_a_get_reads_and_only_a_post_writes(create: Create, e2b: Handle) -> None:
+    sandbox = await asyncio.to_thread(create)
+    await asyncio.to_thread(sandbox.files.write, "/tmp/kept", "kept")
+    url = e2b.urls["e2b"] + "/files?path=/tmp/kept"
+    headers = {"E2b-Sandbox-Id": sandbox.sandbox_id, "X-Access-Token": sandbox._envd_access_token}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        for method in ("HEAD", "PUT", "DELETE", "PATCH"):
+            async with session.request(
+                method, url, headers={"Content-Type": "application/octet-stream"}
+            ) as answer:
+                assert answer.status == 405, method
+        async with session.get(url) as answer:
+            assert await answer.text() == "kept"
+
+
+async def test_a_signed_address_is_for_the_user_who_was_signed(create: Create, e2b: Handle) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("all users of a sandbox are one where lowtide does not run as root")
+    sandbox = await asyncio.to_thread(create)
+    command = "echo root > /root/file; chmod 600 /root/file"
+    await asyncio.to_thread(sandbox.commands.run, command, user="root")
+    parts = ["/root/file", "read", "", sandbox._envd_access_token]
+    signature = base64.b64encode(hashlib.sha256(":".join(parts).encode()).digest()).decode().rstrip("=")
+    query = {"path": "/root/file", "signature": f"v1_{signature}"}
+    headers = {"E2b-Sandbox-Id": sandbox.sandbox_id, "Authorization": "Basic cm9vdDo="}  # root
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(e2b.urls["e2b"] + "/files", params=query, headers=headers) as answer,
+    ):
+        assert "Permission denied" in await answer.text()
+
+
+async def test_a_list_of_everything_holds_up_nobody(create: Create, e2b: Handle) -> None:
+    sandbox = await asyncio.to_thread(create)
+    url = e2b.urls["e2b"] + "/filesystem.Filesystem/"
+    headers = {"E2b-Sandbox-Id": sandbox.sandbox_id, "X-Access-Token": sandbox._envd_access_token}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        async with session.post(url + "ListDir", json={"path": "/", "depth": 2**31 - 1}) as answer:
+            assert answer.status in (200, 429), await answer.text()  # a machine may have few files
+        async with session.post(url + "Stat", json={"path": "/tmp"}) as answer:
+            assert answer.status == 200

@@ -23,6 +23,7 @@ from lowtide.emulators.agent.inside_watch import Watch
 
 HEAD = struct.Struct(">III")
 LARGEST = 8 << 20
+MOST_ENTRIES = 50_000  # of one list: it is made in one piece, and everybody else waits for it
 XATTR = "user.e2b."
 
 ctypes.CDLL(None).prctl(
@@ -141,6 +142,8 @@ def op_list(ask: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]:
                 continue
             one["path"] = os.path.join(shown, name)
             found.append(one)
+            if len(found) > MOST_ENTRIES:
+                raise Refused("too-many", f"more than {MOST_ENTRIES} entries under {root}")
             if depth > 1 and one["kind"] == "directory" and one["target"] is None:
                 with contextlib.suppress(PermissionError):
                     walk(os.path.join(directory, name), one["path"], depth - 1)

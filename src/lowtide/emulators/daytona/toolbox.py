@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 Call = Callable[[web.Request, Sandbox], Awaitable[web.StreamResponse]]
 FILE_ERRORS = {
     "ENOENT": (404, "FILE_NOT_FOUND"),
+    "too-many": (400, "BAD_REQUEST"),
     "EACCES": (403, "FILE_ACCESS_DENIED"),
     "EPERM": (403, "FILE_ACCESS_DENIED"),
     "ENOTDIR": (400, "INVALID_FILE_PATH"),

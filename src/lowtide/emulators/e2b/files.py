@@ -44,10 +44,14 @@ class Files:
         self.sandboxes = emulator.sandboxes_table
 
     async def call(self, request: web.Request, sandbox: Sandbox) -> web.StreamResponse:
+        if request.method not in ("GET", "POST"):
+            return _error(405, "method not allowed")
         refused = self._refused(request, sandbox)
         if refused is not None:
             return _error(401, refused)
-        user = request.query.get("username") or connect.user_of(request) or "user"
+        user = request.query.get("username") or "user"
+        if "username" not in request.query and "signature" not in request.query:
+            user = connect.user_of(request) or user  # of a signed address, only what was signed counts
         try:
             agent = await self.sandboxes.agent(sandbox, user)
             if request.method == "GET":

@@ -34,6 +34,8 @@ _CODES = {
     "ELOOP": "failed_precondition",
     "ENAMETOOLONG": "invalid_argument",
     "ENOTDIR": "invalid_argument",
+    "too-many": "resource_exhausted",
+    "EMFILE": "resource_exhausted",
 }
 _TYPES = {"file": "FILE_TYPE_FILE", "directory": "FILE_TYPE_DIRECTORY", "other": "FILE_TYPE_UNSPECIFIED"}
 
