@@ -331,6 +331,28 @@ def processes_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.parametrize("script", ["trap '' TERM; {0}", "{0}; true"], ids=["does not heed", "a shell's child"])
+def test_what_a_command_started_ends_with_a_killed_emulator(tmp_path: Path, script: str) -> None:
+    mark = f"lowtide-left-{uuid.uuid4().hex}"
+    work = f"exec 3>&1; sh -c 'echo started >&3; while :; do sleep 0.2; done' {mark}"
+    emulate = [sys.executable, "-c", "from lowtide.cli import main; main()", "emulate", "e2b", "--"]
+    with subprocess.Popen(
+        [*emulate, "sh", "-c", script.format(work)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"started\n"
+        assert processes_with(mark)
+        process.kill()
+        process.wait()
+        until = time.monotonic() + 30
+        while (left := processes_with(mark)) and time.monotonic() < until:
+            time.sleep(0.05)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
 def test_the_log_shows_each_call_and_nothing_secret(tmp_path: Path) -> None:
     script = tmp_path / "calls.py"
     script.write_text(

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lowtide.emulators.command import mark
 from lowtide.emulators.ground import Ground, Settings
 from lowtide.errors import MissingDependencyError
 
@@ -62,7 +63,8 @@ async def _serve(
             if not command:
                 await end.wait()
                 return 0
-            return await _run(command, ground.environment(), end, caught)
+            marked = {**ground.environment(), **mark(ground.state.directory)}
+            return await _run(command, marked, end, caught)
     finally:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.remove_signal_handler(number)
@@ -97,7 +99,10 @@ async def _run(
 
 
 def _end_with_parent(parent: int) -> Callable[[], None]:
-    """In the command, before it starts: SIGTERM when the emulator is killed, since all it talks to is gone then."""
+    """In the command, before it starts: SIGTERM when the emulator is killed, since all it talks to is gone then.
+
+    At once; what does not heed it, and what the command started, is ended by the reaper (`command`).
+    """
     libc = ctypes.CDLL(None)
 
     def arm() -> None:

@@ -93,12 +93,15 @@ def sweep_stale(directories: list[Path]) -> list[Path]:
 
 
 def sweep(directory: Path) -> None:
-    """End every sandbox of a dead emulator and remove its directory. The caller holds the lock."""
+    """End every sandbox of a dead emulator and its command, and remove its directory. The caller holds the lock."""
     import asyncio
 
     from lowtide.emulators.backing import destroy_all
+    from lowtide.emulators.command import end_marked
 
-    if asyncio.run(destroy_all(directory)):
+    gone = asyncio.run(destroy_all(directory))
+    end_marked(directory)
+    if gone:
         remove_tree(directory)
 
 
