@@ -109,6 +109,25 @@ def test_the_proxy_wants_its_token_and_passes_other_hosts_on(tmp_path: Path) -> 
                     assert peer.recv(16) == b"ping"
                     peer.sendall(b"pong")
                     assert passed.recv(16) == b"pong"
+                    # Neither side is read faster than the other takes it: nothing piles up in the emulator.
+                    for giver, taker in ((passed, peer), (peer, passed)):
+                        given = _until_full(giver)
+                        assert given < 32 << 20
+                        taken = 0
+                        while taken < given:
+                            taken += len(taker.recv(1 << 20))
+                        assert taken == given
+
+
+def _until_full(sock: socket.socket) -> int:
+    """Send until nothing is taken for a second; how many bytes were."""
+    sock.settimeout(1.0)
+    sent, piece = 0, bytes(1 << 16)
+    with contextlib.suppress(TimeoutError):
+        while sent < 64 << 20:
+            sent += sock.send(piece)
+    sock.settimeout(30)
+    return sent
 
 
 def start_with_sleepers(home: Path, count: int = 2) -> tuple[Handle, str]:

@@ -11,12 +11,14 @@ import json
 import re
 import socket
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 import pytest
 
 from lowtide.emulators.handle import Handle
+from lowtide.errors import ValidationError
 from lowtide.testing import emulator
 from tests.emulators.hostile import (
     ENVD,
@@ -390,3 +392,14 @@ def test_what_once_spoiled_a_neighbour_is_refused_and_spoils_nothing(
     inside.json("POST", "/process/session", {"sessionId": "s"})
     assert inside("POST", "/process/session/s/exec", b'{"command": "echo \\ud800"}')[0] == 400
     assert inside.json("POST", "/process/session/s/exec", {"command": "echo next"})["stdout"] == "next\n"
+
+
+def test_no_number_of_moves_brings_the_clock_where_no_date_is(tmp_path: Path) -> None:
+    with emulator("daytona", home=tmp_path) as handle:
+        send = daytona(handle)
+        with pytest.raises(ValidationError, match="5000"):
+            for _ in range(120):
+                handle.clock.advance(100 * 365 * 86_400)
+        made = send.json("POST", "/sandbox", {"ttlMinutes": 60})["id"]
+        assert made in [one["id"] for one in send.json("GET", "/sandbox?limit=100")["items"]]
+        send.json("DELETE", f"/sandbox/{made}")

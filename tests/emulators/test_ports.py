@@ -133,3 +133,30 @@ async def test_what_is_no_request_is_refused_in_the_services_shape(passed: Passe
 
 async def test_a_long_address_is_taken(passed: Passed) -> None:
     assert (await passed.ask(b"GET /%b HTTP/1.1" % (b"a" * 100_000))).endswith(b"ok")
+
+
+async def test_whoever_connects_and_says_nothing_is_let_go() -> None:
+    async def slow(request: web.Request) -> web.Response:
+        await asyncio.sleep(1.0)  # longer than a head may take, which is for heads only
+        return web.Response(text="ok")
+
+    app = web.Application()
+    app.router.add_get("/", slow)
+    http = HttpServer(app, refusal=_refused, head_seconds=0.3)
+    await http.start()
+    server = await asyncio.get_running_loop().create_server(http.connection, "127.0.0.1", 0)  # type: ignore[arg-type]
+    port = server.sockets[0].getsockname()[1]
+    try:
+        async with asyncio.timeout(20):
+            for said in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n"):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(said)
+                assert await reader.read() == b""
+                writer.close()
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+            assert (await reader.read()).endswith(b"ok")
+            writer.close()
+    finally:
+        server.close()
+        await http.aclose()

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 
 log = logging.getLogger("lowtide.emulators")
 
+_LATEST = datetime(5000, 1, 1, tzinfo=UTC).timestamp()
 _LONGEST_NAP_SECONDS = 20.0  # the machine's own clock can be set, too
 
 
@@ -51,6 +52,10 @@ class Clock:
         heapq.heappush(self._timers, (when, next(self._order), timer))
         self._arm()
         return timer
+
+    def room_seconds(self) -> float:
+        """How far it can still be moved, so that every time and every lifetime from then on can be written down."""
+        return max(0.0, _LATEST - self.now())
 
     async def advance(self, seconds: float) -> float:
         """Move the clock forward and wait for everything that became due. Returns the new time."""

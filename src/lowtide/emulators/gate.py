@@ -14,12 +14,13 @@ from urllib.parse import urlsplit
 from lowtide.emulators.admin import admin_app, refused
 from lowtide.emulators.authority import Authority
 from lowtide.emulators.request_check import whole_number
-from lowtide.emulators.web import HttpServer
+from lowtide.emulators.web import HEAD_SECONDS, HttpServer
 
 if TYPE_CHECKING:
     from lowtide.emulators.ground import Ground
 
 _LONGEST_HEAD = 16_384
+_MOST_UNSENT = 1 << 20
 _HOST = re.compile(r"[0-9a-z._:-]{1,253}")
 
 
@@ -29,6 +30,7 @@ class Gate:
         self.authority = Authority(ground.state.directory)
         self.admin = HttpServer(admin_app(ground), refusal=refused, allow_remote=ground.settings.allow_remote)
         self.tasks: set[asyncio.Task[None]] = set()
+        self.head_seconds = HEAD_SECONDS
         # A proxy that was set before us: hosts we do not stand for keep going through it.
         self.upstream = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
 
@@ -54,9 +56,16 @@ class _First(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+        loop = asyncio.get_running_loop()
+        self.silent = loop.call_later(self.gate.head_seconds, self.transport.abort)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.silent.cancel()
 
     def data_received(self, data: bytes) -> None:
         self.head += data
+        if b"\r\n\r\n" in self.head or not b"CONNECT ".startswith(self.head[:8]):
+            self.silent.cancel()
         if not b"CONNECT ".startswith(self.head[:8]):
             hand_over(self.transport, cast(asyncio.Protocol, self.gate.admin.connection()), self.head)
         elif b"\r\n\r\n" in self.head:
@@ -117,12 +126,13 @@ class _First(asyncio.Protocol):
             return self._refuse("502 Bad Gateway")
         self.transport.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
         writer.write(rest)
-        hand_over(self.transport, _Pump(writer), b"")
+        pump = _Pump(writer)
+        hand_over(self.transport, pump, b"")
         self.transport.resume_reading()
         try:
             while data := await reader.read(65_536):
                 self.transport.write(data)
-                await asyncio.sleep(0)
+                await pump.may_write.wait()
         except OSError:
             pass
         finally:
@@ -157,11 +167,35 @@ class _Early(asyncio.Protocol):
 
 
 class _Pump(asyncio.Protocol):
+    """The caller's end of a tunnel. Neither side is read faster than the other one takes it."""
+
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self.writer = writer
+        self.may_write = asyncio.Event()
+        self.may_write.set()
+        self._draining: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         self.writer.write(data)
+        if self._draining is None and self.writer.transport.get_write_buffer_size() > _MOST_UNSENT:
+            self.transport.pause_reading()
+            self._draining = asyncio.get_running_loop().create_task(self._drain())
+
+    async def _drain(self) -> None:
+        with contextlib.suppress(OSError):
+            await self.writer.drain()
+        self._draining = None
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def pause_writing(self) -> None:
+        self.may_write.clear()
+
+    def resume_writing(self) -> None:
+        self.may_write.set()
 
     def eof_received(self) -> bool:
         with contextlib.suppress(OSError):
@@ -169,6 +203,7 @@ class _Pump(asyncio.Protocol):
         return True
 
     def connection_lost(self, error: Exception | None) -> None:
+        self.may_write.set()
         self.writer.close()
 
 

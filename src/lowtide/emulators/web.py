@@ -18,6 +18,7 @@ from lowtide.emulators.request_check import Malformed, Refusal, check_head, chec
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+HEAD_SECONDS = 60.0
 _LONGEST_LINE = 256 << 10  # the services take up to a mebibyte, aiohttp by itself 8 KiB
 
 
@@ -36,11 +37,12 @@ class HttpServer:
         passed_on: Callable[[web.Request], bool] = lambda request: False,
         answered: Callable[[str, int, float], None] | None = None,
         allow_remote: bool = False,
+        head_seconds: float = HEAD_SECONDS,
     ) -> None:
         app.middlewares.insert(0, _check(refusal, passed_on, allow_remote))
         if answered is not None:
             app.middlewares.insert(0, _tell(answered))
-        self._refusal = refusal
+        self._refusal, self._head_seconds = refusal, head_seconds
         self._runner = web.AppRunner(
             app,
             handle_signals=False,
@@ -57,20 +59,39 @@ class HttpServer:
     def connection(self) -> asyncio.BaseProtocol:
         server = self._runner.server
         assert server is not None, "start() comes first"
-        return _Connection(self._refusal, server, loop=asyncio.get_running_loop(), **server._kwargs)
+        loop = asyncio.get_running_loop()
+        return _Connection(self._refusal, self._head_seconds, server, loop=loop, **server._kwargs)
 
     async def aclose(self) -> None:
         await self._runner.cleanup()
 
 
 class _Connection(RequestHandler):
-    """Says what aiohttp itself says of a request, that it is no HTTP or was not answered, in the service's shape."""
+    """Says what aiohttp itself says of a request, that it is no HTTP or was not answered, in the service's shape.
 
-    __slots__ = ("_refusal",)
+    Whoever connects has a time to send the head of a request: connections that say nothing would keep others out.
+    """
 
-    def __init__(self, refusal: Refusal, *args: Any, **kwargs: Any) -> None:
+    __slots__ = ("_head_seconds", "_refusal", "_silent")
+
+    def __init__(self, refusal: Refusal, head_seconds: float, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._refusal = refusal
+        self._refusal, self._head_seconds = refusal, head_seconds
+        self._silent: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        loop = asyncio.get_running_loop()
+        self._silent = loop.call_later(self._head_seconds, self._end_if_silent)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        if self._silent is not None:
+            self._silent.cancel()
+        super().connection_lost(exc)
+
+    def _end_if_silent(self) -> None:
+        if self._request_count == 0:  # later ones have aiohttp's own time
+            self.force_close()
 
     def handle_error(
         self,
