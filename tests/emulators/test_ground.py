@@ -26,7 +26,7 @@ import lowtide.emulators
 from lowtide.emulators.backing import Backing, destroy_all, local_provider
 from lowtide.emulators.ground import Settings
 from lowtide.emulators.handle import Handle
-from lowtide.errors import ValidationError
+from lowtide.errors import ResourceExhaustedError, ValidationError
 
 from .conftest import options_of, processes_with
 
@@ -341,6 +341,21 @@ def test_a_command_ends_with_a_killed_emulator(tmp_path: Path) -> None:
     while processes_alive(int(noted.read_text())):
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+async def test_what_the_machine_cannot_do_is_a_refusal_that_every_service_can_pass_on(tmp_path: Path) -> None:
+    backing = Backing(tmp_path, limit=1)
+    sandboxes = tmp_path / "local" / "sandboxes"
+    try:
+        sandboxes.parent.mkdir(exist_ok=True)
+        sandboxes.write_text("no directory, as on a disk that is full")
+        with pytest.raises(ResourceExhaustedError):
+            await backing.create()
+        assert backing.count == 0
+        sandboxes.unlink()
+        await backing.destroy(await backing.create())
+    finally:
+        assert await backing.aclose()
 
 
 def processes_alive(pid: int) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,7 @@ class Backing:
         self.limit = limit
         self.network = network or Network()
         self._held: set[str] = set()
+        self._to_end: set[str] = set()
         self._making = 0
         self._closing = False
         self._none_in_flight = asyncio.Event()
@@ -70,6 +71,9 @@ class Backing:
 
         `allow` is the list it was asked for with; an empty one shuts it off, None leaves it to the user.
         """
+        for left in list(self._to_end):  # what could not even be ended where there was no room
+            with contextlib.suppress(LowtideError):
+                await self.destroy(left)
         if counted and self.count >= self.limit:
             raise ResourceExhaustedError(f"this emulator holds its limit of {self.limit} sandboxes")
         if self._closing:
@@ -89,22 +93,29 @@ class Backing:
         self._making += 1
         self._none_in_flight.clear()
         try:
-            info = await self.provider.create(spec)
+            with _this_machine():
+                info = await self.provider.create(spec)
             self._held.add(info.sandbox_id)
         finally:
             self._making -= 1
             if not self._making:
                 self._none_in_flight.set()
         try:
-            await self.provider.wait_ready(info.sandbox_id)
+            with _this_machine():
+                await self.provider.wait_ready(info.sandbox_id)
         except BaseException:
-            await self.destroy(info.sandbox_id)
+            try:
+                await self.destroy(info.sandbox_id)
+            except LowtideError:
+                self._to_end.add(info.sandbox_id)
             raise
         return info.sandbox_id
 
     async def destroy(self, sandbox_id: str) -> bool:
-        ended = await self.provider.destroy(sandbox_id)
+        with _this_machine():
+            ended = await self.provider.destroy(sandbox_id)
         self._held.discard(sandbox_id)
+        self._to_end.discard(sandbox_id)
         return ended
 
     async def start(
@@ -119,7 +130,8 @@ class Backing:
         tty: TerminalSize | None = None,
     ) -> ProcessHandle:
         spec = ProcessSpec(argv=argv, cwd=cwd, environment=environment or {}, user=user, stdin=stdin, tty=tty)
-        return await self.provider.start_process(sandbox_id, spec)
+        with _this_machine():
+            return await self.provider.start_process(sandbox_id, spec)
 
     async def run(
         self, sandbox_id: str, argv: tuple[str, ...], *, user: str | None = None
@@ -133,19 +145,23 @@ class Backing:
             await handle.aclose()
 
     async def url(self, sandbox_id: str, port: int) -> Url:
-        return await self.provider.url(sandbox_id, port)
+        with _this_machine():
+            return await self.provider.url(sandbox_id, port)
 
     async def snapshot(self, sandbox_id: str) -> str:
-        return await self.provider.snapshot(sandbox_id, secrets.token_hex(13))
+        with _this_machine():
+            return await self.provider.snapshot(sandbox_id, secrets.token_hex(13))
 
     async def stop(self, sandbox_id: str) -> str:
         """End it and keep its files: the snapshot to go on from."""
-        taken = await self.provider.snapshot_and_destroy(sandbox_id, secrets.token_hex(13))
+        with _this_machine():
+            taken = await self.provider.snapshot_and_destroy(sandbox_id, secrets.token_hex(13))
         self._held.discard(sandbox_id)
         return taken
 
     async def delete_snapshot(self, snapshot_id: str) -> bool:
-        return await self.provider.delete_snapshot(snapshot_id)
+        with _this_machine():
+            return await self.provider.delete_snapshot(snapshot_id)
 
     async def aclose(self) -> bool:
         """End every sandbox, then let the provider go. True when nothing is left."""
@@ -158,6 +174,18 @@ class Backing:
         finally:
             self._held.clear()
             await self.provider.aclose()
+
+
+@contextlib.contextmanager
+def _this_machine() -> Iterator[None]:
+    """A full disk or too few descriptors of this machine, said as every emulator can pass it on."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, LowtideError | TimeoutError):
+            raise
+        said = f"this machine has no room for it: {error.strerror or error}"
+        raise ResourceExhaustedError(said) from error
 
 
 def network_of(said: str) -> Network:
