@@ -365,7 +365,9 @@ def processes_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("script", ["trap '' TERM; {0}", "{0}; true"], ids=["does not heed", "a shell's child"])
+@pytest.mark.parametrize(
+    "script", ["trap '' TERM; {0}", "{0}; true"], ids=["does not heed", "a shell's child"]
+)
 def test_what_a_command_started_ends_with_a_killed_emulator(tmp_path: Path, script: str) -> None:
     mark = f"lowtide-left-{uuid.uuid4().hex}"
     work = f"exec 3>&1; sh -c 'echo started >&3; while :; do sleep 0.2; done' {mark}"

@@ -238,8 +238,14 @@ def test_headers_and_bodies_of_any_bytes_are_answered(served: Handle, send: Send
         (key, b"\0\0\0\0\5ab", b"3"),
         (key, b"\0\0\0\0\5", b"3"),
         *(([*key, (b"grpc-timeout", time)], whole, b"4") for time in (b"0n", b"0S", b"00H")),
-        *(([*key, (b"grpc-timeout", time)], whole, b"3") for time in (b"", b"S", b"-1S", b"1.5S", b"1x", b"\xff")),
-        *(([*key, (b"grpc-timeout", time)], whole, b"0") for time in (b"1n", b"1u", b"99999999H", b"9" * 999 + b"S")),
+        *(
+            ([*key, (b"grpc-timeout", time)], whole, b"3")
+            for time in (b"", b"S", b"-1S", b"1.5S", b"1x", b"\xff")
+        ),
+        *(
+            ([*key, (b"grpc-timeout", time)], whole, b"0")
+            for time in (b"1n", b"1u", b"99999999H", b"9" * 999 + b"S")
+        ),
     ):
         assert raw_status(send, headers, body) == status, (headers[-1], body)
 

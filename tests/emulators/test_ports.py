@@ -68,7 +68,7 @@ class Passed:
 async def passed() -> AsyncIterator[Passed]:
     found, proxy = Passed(), PortProxy()
     program = await asyncio.start_server(found.program, "127.0.0.1", 0, limit=1 << 20)
-    base = "http://127.0.0.1:%d" % program.sockets[0].getsockname()[1]
+    base = f"http://127.0.0.1:{program.sockets[0].getsockname()[1]}"
 
     async def forward(request: web.Request) -> web.StreamResponse:
         try:
@@ -80,7 +80,7 @@ async def passed() -> AsyncIterator[Passed]:
     app.router.add_route("*", "/{path:.*}", forward)
     http = HttpServer(app, refusal=_refused, passed_on=lambda request: True)
     await http.start()
-    server = await asyncio.get_running_loop().create_server(http.connection, "127.0.0.1", 0)  # type: ignore[arg-type]
+    server = await asyncio.get_running_loop().create_server(http.connection, "127.0.0.1", 0)
     found.port = server.sockets[0].getsockname()[1]
     try:
         yield found
@@ -122,7 +122,11 @@ async def test_half_a_handshake_is_refused_and_leaves_no_connection(passed: Pass
 
 @pytest.mark.parametrize(
     "head",
-    [b"GET /%b HTTP/1.1" % (b"a" * 300_000), b"GET / HTTP/1.1\r\nX: %b" % (b"a" * 300_000), b"G\xff / HTTP/9.9"],
+    [
+        b"GET /%b HTTP/1.1" % (b"a" * 300_000),
+        b"GET / HTTP/1.1\r\nX: %b" % (b"a" * 300_000),
+        b"G\xff / HTTP/9.9",
+    ],
     ids=["line", "header", "garbage"],
 )
 async def test_what_is_no_request_is_refused_in_the_services_shape(passed: Passed, head: bytes) -> None:
@@ -144,7 +148,7 @@ async def test_whoever_connects_and_says_nothing_is_let_go() -> None:
     app.router.add_get("/", slow)
     http = HttpServer(app, refusal=_refused, head_seconds=0.3)
     await http.start()
-    server = await asyncio.get_running_loop().create_server(http.connection, "127.0.0.1", 0)  # type: ignore[arg-type]
+    server = await asyncio.get_running_loop().create_server(http.connection, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     try:
         async with asyncio.timeout(20):

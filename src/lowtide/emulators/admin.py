@@ -62,7 +62,9 @@ def admin_app(ground: Ground) -> web.Application:
                 argument="advance_seconds",
             )
         if seconds > ground.clock.room_seconds():
-            raise ValidationError("the clock goes to the year 5000 and no further", argument="advance_seconds")
+            raise ValidationError(
+                "the clock goes to the year 5000 and no further", argument="advance_seconds"
+            )
         return web.json_response({"now": await ground.clock.advance(seconds)})
 
     async def add_fault(request: web.Request) -> web.Response:

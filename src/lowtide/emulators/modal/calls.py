@@ -170,7 +170,9 @@ def _checked(headers: Any) -> Any:
     except ValueError:
         raise invalid("metadata", "cannot be decoded") from None
     try:
-        seconds = min((decode_timeout(value) for name, value in headers if name == "grpc-timeout"), default=None)
+        seconds = min(
+            (decode_timeout(value) for name, value in headers if name == "grpc-timeout"), default=None
+        )
     except (ValueError, OverflowError):
         raise invalid("grpc-timeout", "is no time") from None
     if seconds is None:
