@@ -29,15 +29,15 @@ async def test_long_output_of_an_ended_command_holds_no_descriptor(tmp_path: Pat
 
 async def test_no_room_for_output_loses_only_what_did_not_fit(tmp_path: Path) -> None:
     output = Output(tmp_path)
-    output.add(b"a" * 900_000)
+    output.add(b"a" * 50_000)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
         with pytest.raises(OSError, match="too large"):
-            output.add(b"b" * 900_000)
+            output.add(b"b" * 50_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     output.end()
-    assert b"".join([data async for data in output.follow(0)]) == b"a" * 900_000
+    assert b"".join([data async for data in output.follow(0)]) == b"a" * 50_000
     output.close()
     assert list(tmp_path.iterdir()) == []

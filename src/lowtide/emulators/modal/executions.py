@@ -14,7 +14,7 @@ from lowtide.emulators.modal.refusal import invalid
 from lowtide.errors import LowtideError
 from lowtide.providers.base import STDERR, STDOUT, ProcessHandle
 
-_IN_MEMORY = 1 << 20
+_IN_MEMORY = 64 << 10  # of each stream of each command, until its sandbox ends
 _PIECE = 256 << 10
 
 
