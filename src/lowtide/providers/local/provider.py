@@ -22,7 +22,17 @@ from lowtide.providers.base import (
     nothing_sent,
 )
 from lowtide.providers.images.store import ImageStore
-from lowtide.providers.local import bound_groups, destroy, first, gvisor, pause, rooms, rooms_on_disk, seccomp
+from lowtide.providers.local import (
+    bound_groups,
+    destroy,
+    first,
+    gvisor,
+    logs,
+    pause,
+    rooms,
+    rooms_on_disk,
+    seccomp,
+)
 from lowtide.providers.local.bound import Bound
 from lowtide.providers.local.calls import LocalCalls
 from lowtide.providers.local.create import Launch, Room
@@ -250,6 +260,9 @@ class LocalProvider(LocalCalls):
 
     def _destroy(self, directory: SandboxDirectory, grace_seconds: float) -> bool:
         return destroy.destroy(directory, self.home / "trash", grace_seconds)
+
+    def logs(self, sandbox_id: str, *, follow: bool, tail_lines: int | None) -> AsyncIterator[bytes]:
+        return logs.read(self._directory(sandbox_id), follow=follow, tail_lines=tail_lines)
 
     # ------------------------------------------------------------ pause, snapshots
 

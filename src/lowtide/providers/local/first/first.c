@@ -11,9 +11,11 @@ typedef unsigned long ul;
 #define NR_fstat 5
 #define NR_rt_sigaction 13
 #define NR_rt_sigprocmask 14
+#define NR_pwrite64 18
 #define NR_clone 56
 #define NR_execve 59
 #define NR_wait4 61
+#define NR_fcntl 72
 #define NR_chdir 80
 #define NR_setsid 112
 #define NR_prctl 157
@@ -22,6 +24,7 @@ typedef unsigned long ul;
 #define NR_ppoll 271
 #define NR_signalfd4 289
 #define NR_dup3 292
+#define NR_pipe2 293
 #define NR_prlimit64 302
 static inline long sys(long n, long a, long b, long c, long d, long e) {
   long r;
@@ -34,9 +37,12 @@ __asm__(".globl _start\n_start: mov %rsp,%rdi\n and $-16,%rsp\n call begin\n");
 #else
 #define NR_mkdirat 34
 #define NR_dup3 24
+#define NR_fcntl 25
 #define NR_chdir 49
+#define NR_pipe2 59
 #define NR_read 63
 #define NR_write 64
+#define NR_pwrite64 68
 #define NR_ppoll 73
 #define NR_signalfd4 74
 #define NR_fstat 80
@@ -65,6 +71,9 @@ __asm__(".globl _start\n_start: mov x0,sp\n bl begin\n");
 
 #define READY 6 /* as the spawner leaves them open */
 #define PLACE 10 /* a file of the sandbox's directory, which cannot be read or written by it */
+#define LOG 1 /* a file of the sandbox's directory: what the main command printed last, see ../logs.py */
+#define PIECE 65536
+#define RING ((1 << 20) + PIECE) /* then comes, in 8 bytes, how much was printed in all */
 #define LOOK_SECONDS 5
 #define HERE -100
 #define MISSING(error) ((error) == -2 || (error) == -20) /* ENOENT, ENOTDIR */
@@ -109,11 +118,30 @@ static void leave_without_place(void) {
 #endif
 }
 
-/* Until `fd` (none: -1) is readable, or it is time to look. */
-static void sleep_a_while(int fd) {
-  struct { int fd; short events, revents; } one = {fd, 1, 0};
+/* Until one of them (none: -1) is readable, or it is time to look. */
+static void sleep_a_while(int fd, int other) {
+  struct { int fd; short events, revents; } two[2] = {{fd, 1, 0}, {other, 1, 0}};
   long moment[2] = {LOOK_SECONDS, 0};
-  sys(NR_ppoll, (long)&one, 1, (long)moment, 0, 0);
+  sys(NR_ppoll, (long)two, 2, (long)moment, 0, 0);
+}
+
+/* What waits in the pipe into the log, over the oldest there: at most as much as the log holds. Returns the pipe; -1
+   when nobody can write into it any more. What a full disk does not take is lost, and nobody waits for it. */
+static int keep_printed(int pipe) {
+  static char data[PIECE];
+  static ul printed;
+  for (int rounds = 0; pipe >= 0 && rounds < RING / PIECE; rounds++) {
+    long n = sys(NR_read, pipe, (long)data, PIECE, 0, 0);
+    if (n == 0) return -1;
+    if (n < 0) break;
+    for (long at = 0, wrote; at < n; at += wrote, printed += (ul)wrote) {
+      long left = RING - (long)(printed % RING);
+      wrote = sys(NR_pwrite64, LOG, (long)(data + at), n - at < left ? n - at : left, (long)(printed % RING), 0);
+      if (wrote <= 0) break;
+    }
+    sys(NR_pwrite64, LOG, (long)&printed, sizeof printed, RING, 0);
+  }
+  return pipe;
 }
 
 /* Execute what is found along `dirs`. Comes back with why not. */
@@ -163,7 +191,7 @@ __attribute__((noreturn, used)) void begin(long *stack) {
   sys(NR_close_range, READY + 1, PLACE - 1, 0, 0, 0);
   sys(NR_close_range, PLACE, PLACE, 4, 0, 0); /* on exec */
   sys(NR_close_range, PLACE + 1, 0x7fffffff, 0, 0, 0);
-  sys(NR_dup3, 1, 2, 0, 0, 0);
+  sys(NR_dup3, 0, 2, 0, 0, 0);
   if (mode != 'r') {
     ul ignore[4] = {1, 0, 0, 0}; /* SIGCHLD ignored: the kernel reaps what is left to process 1 */
     sys(NR_rt_sigaction, 17, (long)ignore, 0, 8, 0);
@@ -171,7 +199,7 @@ __attribute__((noreturn, used)) void begin(long *stack) {
     if (mode == 'w' && sys(NR_read, READY, (long)&mark, 1, 0, 0) != 1) leave(0);
     sys(NR_close_range, READY, READY, 0, 0, 0);
     for (;;) {
-      sleep_a_while(-1);
+      sleep_a_while(-1, -1);
       leave_without_place();
     }
   }
@@ -179,10 +207,15 @@ __attribute__((noreturn, used)) void begin(long *stack) {
   ul ended = 1UL << 16, before = 0; /* SIGCHLD */
   sys(NR_rt_sigprocmask, 0, (long)&ended, (long)&before, 8, 0);
   long news = sys(NR_signalfd4, -1, (long)&ended, 8, 02000000 | 04000, 0); /* close-on-exec, without waiting */
+  int pipe[2] = {-1, LOG};
+  if (sys(NR_pipe2, (long)pipe, 02000000, 0, 0, 0) < 0) leave(1);
+  sys(NR_fcntl, pipe[0], 4, 04000, 0, 0); /* F_SETFL: without waiting, on this end only */
   long child = sys(NR_clone, 17, 0, 0, 0, 0);
   if (child == 0) {
     sys(NR_rt_sigprocmask, 2, (long)&before, 0, 8, 0);
     sys(NR_setsid, 0, 0, 0, 0, 0);
+    sys(NR_dup3, pipe[1], 1, 0, 0, 0); /* one pipe for both: in the order in which it prints */
+    sys(NR_dup3, pipe[1], 2, 0, 0, 0);
     sys(NR_close_range, READY, READY, 4, 0, 0); /* on exec */
     long failure = search(argv + 5, envp, argv[4]);
     mark = 'E';
@@ -190,14 +223,17 @@ __attribute__((noreturn, used)) void begin(long *stack) {
     leave(MISSING(failure) ? 127 : 126);
   }
   sys(NR_close_range, READY, READY, 0, 0, 0);
+  sys(NR_close_range, pipe[1], pipe[1], 0, 0, 0);
+  if (news < 0) leave(1);
   for (;;) {
     int status = 0;
     char info[128];
-    long gone = sys(NR_wait4, -1, (long)&status, news < 0 ? 0 : 1, 0, 0); /* WNOHANG */
+    long gone = sys(NR_wait4, -1, (long)&status, 1, 0, 0); /* WNOHANG */
+    pipe[0] = keep_printed(pipe[0]);
     if (gone == child) leave(status & 0x7f ? 128 + (status & 0x7f) : (status >> 8) & 0xff);
     if (gone == -10) leave(1); /* ECHILD: it could not be made */
     if (gone != 0) continue;
-    sleep_a_while((int)news);
+    sleep_a_while((int)news, pipe[0]);
     while (sys(NR_read, news, (long)info, sizeof info, 0, 0) > 0) {}
     leave_without_place();
   }

@@ -169,9 +169,13 @@ def become_bwrap(message: Message, stderr: int, info: int, namespace: int, ready
         own = os.open("/dev/null", os.O_PATH | os.O_CLOEXEC)
     seccomp = os.open(f"/proc/self/fd/{config.seccomp_fd}", os.O_RDONLY)  # its own offset
     null = os.open("/dev/null", os.O_RDWR)
+    printed = null
+    if message["command"][0] == "run":
+        # Written by the first process only, which nobody can look into; the command has a pipe to it.
+        printed = os.open(f"{place}/log", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     wanted = (
         null,
-        null,
+        printed,
         stderr,
         info,
         namespace,
