@@ -13,6 +13,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "capabilities.md"
 MEANING = {
     Capability.IMAGE: "`container_image` names what it runs on",
     Capability.COMMAND: "a main process of your choice",
+    Capability.LOGS: "its log (`stream_logs`)",
     Capability.STDIN: "standard input for commands",
     Capability.TTY: "a terminal, with resize",
     Capability.USER: "commands as another user",

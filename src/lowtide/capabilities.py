@@ -21,6 +21,7 @@ _NETWORK = {
 _INSTEAD = {
     Capability.IMAGE: "leave container_image out and take the provider's own",
     Capability.COMMAND: "start it with exec() after the sandbox has started",
+    Capability.LOGS: "run it with exec() and read process.stdout",
     Capability.STDIN: "write the input to a file with write_file() and read it from there",
     Capability.TTY: "run the command without tty=True",
     Capability.USER: "run it as the sandbox's own user, or through su or sudo inside",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from lowtide.errors import UnsupportedError
+from lowtide import capabilities
 from lowtide.operation import Operation
+from lowtide.providers.base import Capability
 from lowtide.providers.optional import Logs
 from lowtide.stream import StreamReader
 
@@ -16,15 +17,7 @@ if TYPE_CHECKING:
 
 def stream(life: HeldSandbox, *, follow: bool, tail_lines: int | None) -> StreamReader[str]:
     """Raises UnsupportedError where the provider keeps no log."""
-    if not isinstance(life.connect(), Logs):
-        alternative = "run it with exec() and read process.stdout"
-        raise UnsupportedError(
-            f"provider {life.provider_name!r} keeps no log of the main process; {alternative}",
-            argument="stream_logs",
-            provider=life.provider_name,
-            feature="logs",
-            alternative=alternative,
-        )
+    capabilities.require(life.connect(), Capability.LOGS, "stream_logs")
     reader: StreamReader[str] = StreamReader(text=True, on_close=lambda: reading.cancel())
     reading = Operation.start(_read(life, reader, follow, tail_lines))
     return reader

@@ -17,6 +17,7 @@ globals().update(
             keywords={"container_image": IMAGE},
             timeout_seconds=4.0,
             max_lifetime_seconds=8.0,
+            keeps_logs_of_the_ended=False,  # the engine removes it
         )
     )
 )

@@ -28,6 +28,7 @@ globals().update(
             big_file_bytes=30_000_000,  # moved as on Docker, where it is ten times that
             timeout_seconds=4.0,
             max_lifetime_seconds=8.0,
+            keeps_logs_of_the_ended=False,  # the engine removes it
             follows_logs_to_the_end=False,  # it stops to read when it removes the log, and removes it at once
         )
     )

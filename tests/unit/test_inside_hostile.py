@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import struct
-import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -17,25 +15,12 @@ from tests.inside_program import Inside, run
 
 from lowtide.errors import LowtideError
 from lowtide.providers.base import ProcessSpec
-from lowtide.providers.inside import Client, build, frames
+from lowtide.providers.inside import Client, frames
 from lowtide.providers.inside.link import GREETING, HEAD, MAGIC, WELCOME
 from lowtide.trees import tar_stream
 
 pytestmark = pytest.mark.timeout(300)
 _settings = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-@pytest.fixture(scope="session")
-def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same source with the address and undefined-behaviour sanitizers, which need a C library."""
-    if shutil.which(build.COMPILERS["x86_64"]) is None or os.uname().machine != "x86_64":
-        pytest.skip("no compiler for the sanitizers' build: scripts/engines up tools")
-    target = tmp_path_factory.mktemp("inside") / "sanitized"
-    try:
-        build.build("x86_64", target, build.SANITIZED)
-    except subprocess.CalledProcessError:
-        pytest.skip("the compiler has no sanitizers: scripts/engines up tools")
-    return target
 
 
 # -- at the program

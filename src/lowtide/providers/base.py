@@ -30,6 +30,7 @@ class Capability(enum.StrEnum):
 
     IMAGE = "image"  # container_image names what the sandbox runs on
     COMMAND = "command"  # a main process of the caller's choice
+    LOGS = "logs"  # what that prints is kept, and read with stream_logs()
     STDIN = "stdin"
     TTY = "tty"
     USER = "user"  # exec as another user

@@ -39,6 +39,7 @@ class CoreWeaveProvider(hosted.Hosted):
     capabilities: ClassVar[frozenset[Capability]] = hosted.INSIDE | {
         Capability.IMAGE,
         Capability.COMMAND,
+        Capability.LOGS,
         Capability.USER,
         Capability.CPU_LIMIT,
         Capability.MEMORY_LIMIT,

@@ -49,6 +49,7 @@ class DockerProvider(hosted.Hosted):
     capabilities: ClassVar[frozenset[Capability]] = hosted.INSIDE | {
         Capability.IMAGE,
         Capability.COMMAND,
+        Capability.LOGS,
         Capability.USER,
         Capability.CPU_LIMIT,
         Capability.MEMORY_LIMIT,

@@ -14,6 +14,9 @@ from lowtide.providers.inside.channel import Opener
 from lowtide.providers.inside.link import BOUND_SECONDS, Link
 from lowtide.providers.inside.process import InsideProcess
 
+_ANSWER_SECONDS = 150.0
+"""Longer than a channel may be away: only a program that does not know the question is silent for so long."""
+
 
 class Client:
     """One per sandbox and process of ours. It opens its channel with the first thing it has to say."""
@@ -83,6 +86,28 @@ class Client:
             if stdin:
                 await process.finish_input()
             process.abandon()
+
+    @asynccontextmanager
+    async def log(self, *, follow: bool) -> AsyncIterator[InsideProcess]:
+        """What the main command printed, as the output of a command: see `inside.logs`."""
+        process = InsideProcess(self, self._number(), ProcessSpec(argv=("log",)))
+        self._processes[process.number] = process
+        try:
+            self.tell(frames.LOG, process.number, frames.NUMBER.pack(follow))
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                await process.started
+            yield process
+        except TimeoutError as error:
+            if process.started.done():
+                raise
+            raise SandboxUnavailableError(
+                "the sandbox does not answer when asked for its log: it may be of an older lowtide",
+                provider=self.provider,
+                sandbox_id=self.sandbox_id,
+            ) from error
+        finally:
+            self._processes.pop(process.number, None)
+            self.tell_if_alive(frames.FORGET, process.number)  # also tells that all has arrived
 
     async def renew(self, seconds: int) -> int:
         """Let the sandbox live that long from now, as far as its fixed end allows. 0: there is no clock here."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import struct
 
-START, INPUT, INPUT_END, SIGNAL, END, CREDIT, RESIZE, RENEW, FORGET, BYE, SETTLE = range(1, 12)
+START, INPUT, INPUT_END, SIGNAL, END, CREDIT, RESIZE, RENEW, FORGET, BYE, SETTLE, LOG = range(1, 13)
 STDOUT, STDERR, EXITED, STARTED, INPUT_BROKEN, INPUT_TAKEN, REFUSED, ENDED, RENEWED, LEFT = range(1, 11)
 
 WANTS_INPUT, TERMINAL, CALL = 1, 2, 4
 UNKNOWN_USER = 1000
 STREAMS_OPEN = 0x100  # beside an exit code: others held its streams when they were let go
+NOT_KEPT, SO_FAR = b"\0", b"\1"  # on a log's second stream: what was here is gone; this was all when asked
 
 HEAD = struct.Struct("<LBL")
 NUMBER = struct.Struct("<L")
@@ -18,6 +19,7 @@ START_HEAD = struct.Struct("<BHHHH")
 
 INPUT_WINDOW = 256 * 1024  # of standard input on its way to one command
 PIECE = 32 * 1024
+LOG_KEPT = 1024 * 1024  # of what the main command printed
 MOST_UNREAD = 8 * 1024 * 1024  # of one command's output: far more than the other side has credit for
 REPAY = 256 * 1024  # of output read before the other side hears of it
 LONGEST = 3 * 1024 * 1024  # of one frame

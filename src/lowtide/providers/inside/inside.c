@@ -5,6 +5,7 @@
  *
  *   init SECONDS CAP [COMMAND...]   the sandbox's main process: the server, and the lease's clock
  *   guard SECONDS CAP [COMMAND...]  the same where `attach` runs as the sandbox's own user
+ *   guard log SECONDS CAP [COMMAND...]   the same, and keeps what the command prints, where nobody outside does
  *   attach [text] [wait]            hands its standard input and output to the server of `init`, waiting until it serves
  *   serve NAME [text] [once] [own]  the same without `init`: starts the server NAME unless it runs; begins with
  *                                   what LOWTIDE_FIRST (base64) holds
@@ -1308,13 +1309,21 @@ static void unplug(struct client *c)
 
 static u64 room(struct client *c) { return REPLAY - (c->said - c->arrived); }
 
-static void push(struct client *c, const void *data, u32 n)
+static void push(u8 *ring, u64 *filled, const void *data, u32 n)
 {
 	const u8 *p = data;
 	while (n) {
-		u32 at = c->said % REPLAY, now = REPLAY - at < n ? REPLAY - at : n;
-		memcpy(c->ring + at, p, now);
-		c->said += now; p += now; n -= now;
+		u32 at = *filled % REPLAY, now = REPLAY - at < n ? REPLAY - at : n;
+		memcpy(ring + at, p, now);
+		*filled += now; p += now; n -= now;
+	}
+}
+static void pull(const u8 *ring, u64 from, u8 *to, u32 n)
+{
+	while (n) {
+		u32 at = from % REPLAY, now = REPLAY - at < n ? REPLAY - at : n;
+		memcpy(to, ring + at, now);
+		from += now; to += now; n -= now;
 	}
 }
 
@@ -1326,8 +1335,8 @@ static void frame(struct client *c, u8 kind, u32 id, const void *data, u32 n)
 	memcpy(head, &all, 4);
 	head[4] = kind;
 	memcpy(head + 5, &id, 4);
-	push(c, head, 9);
-	push(c, data, n);
+	push(c->ring, &c->said, head, 9);
+	push(c->ring, &c->said, data, n);
 }
 static void frame_number(struct client *c, u8 kind, u32 id, u32 value) { frame(c, kind, id, &value, 4); }
 
@@ -1372,11 +1381,7 @@ static void transmit(struct client *c)
 		u32 n = left < PACKET ? left : PACKET;
 		u8 *packet = c->out_wire + WIRE;
 		memcpy(packet + 4, &c->sent, 8);
-		for (u32 done = 0; done < n;) {
-			u32 at = (c->sent + done) % REPLAY, now = REPLAY - at < n - done ? REPLAY - at : n - done;
-			memcpy(packet + HEAD + done, c->ring + at, now);
-			done += now;
-		}
+		pull(c->ring, c->sent, packet + HEAD, n);
 		c->sent += n;
 		dispatch(c, n);
 	}
@@ -1453,7 +1458,7 @@ static struct client *new_client(void)
 /* -- commands ---------------------------------------------------------------------------------------- */
 
 /* A frame: length of what follows (4 bytes), kind (1), which command (4), then the rest. */
-enum { START = 1, INPUT, INPUT_END, SIGNAL, END, CREDIT, RESIZE, RENEW, FORGET, BYE, SETTLE };            /* to us */
+enum { START = 1, INPUT, INPUT_END, SIGNAL, END, CREDIT, RESIZE, RENEW, FORGET, BYE, SETTLE, LOG };       /* to us */
 enum { STDOUT = 1, STDERR, EXITED, STARTED, INPUT_BROKEN, INPUT_TAKEN, REFUSED, ENDED, RENEWED, LEFT };  /* from us */
 enum { WANTS_INPUT = 1, TERMINAL = 2, CALL = 4 };
 
@@ -1475,9 +1480,16 @@ static struct command {
 	u8 *input;
 	u32 from, to;
 	u64 mark; /* 0: its keeper gets its orphans */
+	int reader, follows; /* no command: a client reads the log from `at` to `log_end`, and on */
+	u64 at, log_end;     /* when all is said: where that ends in the client's stream */
 } commands[COMMANDS];
 static long strays_next, strays_from, deadline, cap;
 static int strays_left, main_command = -1, as_init, guarded;
+static u8 *log_ring; /* of what the main command printed, the last REPLAY bytes; 0: it prints to our own streams, and no more */
+static u64 logged;
+static long over; /* when the main command had ended: then whoever reads the log has LAST_MS to hear the rest */
+static int last_code;
+#define LAST_MS 2000
 
 static void free_client(struct client *c)
 {
@@ -1623,7 +1635,7 @@ static struct command *start(struct client *owner, u32 id, u8 *data, u32 n)
 		if (error >= 0) error = in[1] = copy(out[0]);
 	} else {
 		error = flags & WANTS_INPUT ? K(pipe2, in, O_CLOEXEC) : (in[0] = K(openat, AT_CWD, "/dev/null", O_RDONLY | O_CLOEXEC)) < 0 ? in[0] : 0;
-		if (!owner) { out[1] = copy(1); err[1] = copy(2); }
+		if (!owner && !log_ring) { out[1] = copy(1); err[1] = copy(2); }
 		else if (error >= 0 && (error = K(pipe2, out, O_CLOEXEC)) >= 0) error = K(pipe2, err, O_CLOEXEC);
 	}
 	if (error >= 0 && !(flags & CALL)) error = K(pipe2, status, O_CLOEXEC);
@@ -1673,10 +1685,52 @@ static void feed(struct command *c)
 	if (c->input_over) shut(&c->in);
 }
 
+/* What the main command prints goes into the log, and on to our own stream: no faster than that is read, as if it had it
+ * itself. So no more at once than a pipe takes that has room at all. True when nothing is left to read for now. */
+static int drain_main(struct command *c, int *fd, u8 kind)
+{
+	static u8 data[4096];
+	struct { long sec, nsec; } none = {0, 0};
+	for (int rounds = 0; *fd >= 0 && rounds < 256; rounds++) {
+		struct pollfd own = {.fd = kind, .events = POLLOUT};
+		c->rest[kind - 1] = K(ppoll, &own, 1, &none, 0, 0) == 0;
+		if (c->rest[kind - 1]) return 0;
+		long n = K(read, *fd, data, sizeof data);
+		if (n == -EINTR) continue;
+		if (n == -EAGAIN) return 1;
+		if (n <= 0) { shut(fd); return 1; }
+		push(log_ring, &logged, data, n);
+		K(write, kind, data, n);
+	}
+	return c->exited;
+}
+
+/* The log as far as credit and room go. On the second stream stands what is no log: 0, what was here is not kept any
+ * more; 1, this was all when it was asked for. */
+static void tell_log(struct command *c)
+{
+	static u8 data[PIECE];
+	while (c->client && !c->deaf && !c->said && room(c->client) >= RESERVE + PIECE + 9) {
+		if (logged - c->at > REPLAY) { c->at = logged - REPLAY; frame(c->client, STDERR, c->id, "\0", 1); }
+		u64 end = c->log_end < logged ? c->log_end : logged, n = end > c->at ? end - c->at : 0;
+		if (!n && c->at >= c->log_end && c->follows) { frame(c->client, STDERR, c->id, "\1", 1); c->follows = 0; c->log_end = ~0UL; continue; }
+		if (!n && c->at < c->log_end && !over) return;
+		if (!n) { frame_number(c->client, EXITED, c->id, 0); c->said = 1; c->log_end = c->client->said; break; }
+		if (n > PIECE) n = PIECE;
+		if ((long)n > c->credit) n = c->credit;
+		if (!n) return;
+		pull(log_ring, c->at, data, n);
+		frame(c->client, STDOUT, c->id, data, n);
+		c->at += n; c->credit -= n;
+	}
+	if (!c->client || c->deaf || (c->said && c->client->arrived >= c->log_end)) c->used = 0;
+}
+
 /* Pass output on as far as credit and room go. True when nothing is left to read for now. */
 static int drain(struct command *c, int *fd, u8 kind)
 {
 	static u8 data[PIECE];
+	if (log_ring && main_command == c - commands) return drain_main(c, fd, kind);
 	for (int rounds = 0; *fd >= 0; rounds++) {
 		long most = c->deaf || c->credit > PIECE ? PIECE : c->credit;
 		if (c->settling && most > c->rest[kind - 1]) most = c->rest[kind - 1];
@@ -1716,7 +1770,12 @@ static void settle(struct command *c)
 	shut(&c->in); shut(&c->out); shut(&c->err);
 	frame_number(c->client, EXITED, c->id, c->code | held << 8);
 	c->said = 1;
-	if (main_command == c - commands) leave(c->code);
+	if (main_command == c - commands) {
+		if (!log_ring) leave(c->code);
+		over = now_ms();
+		last_code = c->code;
+		main_command = -1;
+	}
 	release(c);
 }
 
@@ -1849,6 +1908,17 @@ static void take(struct client *from, u8 *data, u32 n)
 	}
 	if (kind == BYE) { free_client(from); return; }
 	struct command *c = find_command(from, id);
+	if (kind == LOG) {
+		for (int i = 0; i < COMMANDS && !c; i++) if (!commands[i].used) {
+			commands[i] = (struct command){.used = 1, .reader = 1, .call = 1, .client = from, .id = id, .pid = -1, .in = -1, .out = -1, .err = -1,
+				.status = -1, .credit = REPLAY, .input = commands[i].input, .log_end = logged, .follows = value != 0};
+			frame_number(from, STARTED, id, 0);
+			return;
+		}
+		frame_number(from, REFUSED, id, EAGAIN);
+		return;
+	}
+	if (c && c->reader && kind == END) { c->log_end = c->at; c->follows = 0; c = 0; }
 	if (!c) {
 		if (kind == END) frame_number(from, ENDED, id, 0);
 		return;
@@ -2058,6 +2128,10 @@ static __attribute__((noreturn)) void serve(int listener)
 		int n = 2, busy = 0, present = 0;
 		long wake = deadline, now = now_ms();
 		if (deadline && now >= deadline) { say(2, "lowtide: the sandbox's lifetime is over\n"); leave(EXPIRED); }
+		int readers = 0;
+		for (int i = 0; i < COMMANDS; i++) if (commands[i].used && commands[i].reader) { tell_log(&commands[i]); readers |= commands[i].used; }
+		if (over && (!readers || now - over > LAST_MS)) leave(last_code);
+		if (over) sooner(&wake, over + LAST_MS + 1);
 		w[0] = (struct pollfd){.fd = signals, .events = POLLIN};
 		w[1] = (struct pollfd){.fd = listener, .events = POLLIN};
 		for (int i = 0; i < CLIENTS; i++) {
@@ -2088,8 +2162,9 @@ static __attribute__((noreturn)) void serve(int listener)
 			if (c->ending && !c->ended) sooner(&wake, c->end_next);
 			int inputs = c->in >= 0 && c->from < c->to && (!c->client || room(c->client) >= RESERVE);
 			w[n++] = (struct pollfd){.fd = inputs ? c->in : -1, .events = POLLOUT};
-			w[n++] = (struct pollfd){.fd = more && !c->settling ? c->out : -1, .events = POLLIN};
-			w[n++] = (struct pollfd){.fd = more && !c->settling ? c->err : -1, .events = POLLIN};
+			int own = log_ring && main_command == i; /* then `rest` says which of our own streams is waited for */
+			w[n++] = own && c->rest[0] ? (struct pollfd){.fd = 1, .events = POLLOUT} : (struct pollfd){.fd = more && !c->settling ? c->out : -1, .events = POLLIN};
+			w[n++] = own && c->rest[1] ? (struct pollfd){.fd = 2, .events = POLLOUT} : (struct pollfd){.fd = more && !c->settling ? c->err : -1, .events = POLLIN};
 			w[n++] = (struct pollfd){.fd = c->status, .events = POLLIN};
 		}
 		if (!as_init && !busy && !present) { /* nobody and nothing: the next one starts another */
@@ -2254,6 +2329,7 @@ static int run(int argc, char **argv)
 	environment = argv + argc + 1;
 	K(prctl, PR_SET_DUMPABLE, 0);
 	guarded = same(what, "guard");
+	if (guarded && argc > 5 && same(argv[2], "log")) { if (!(log_ring = pages(REPLAY))) leave(126); argc--; argv++; }
 	if ((guarded || same(what, "init")) && argc > 3) init(argc - 2, argv + 2);
 	if (same(what, "attach")) {
 		char *first = taken_out("LOWTIDE_FIRST=");

@@ -78,11 +78,12 @@ def text_line(architecture: str, name: str) -> str:
     return f"{_written(architecture, path)}&&exec {path} serve {name} text own"
 
 
-def main_line(place: str, *architectures: str, small: bool = False) -> str:
+def main_line(place: str, *architectures: str, small: bool = False, log: bool = False) -> str:
     """Bring it in as `place` and become the sandbox's main process: `guard`, with the words after the line's own name.
 
     `place` is as a shell reads it. It may be executed only when it is whole, which `attach_words` waits for.
     `small`: packed, where the line is kept and shown by the service; then the image needs gzip, too.
+    `log`: it keeps what the command prints, for `inside.logs`.
     """
     text = packed if small else _encoded
     unpack = "base64 -d|gzip -d" if small else "base64 -d"
@@ -94,7 +95,7 @@ def main_line(place: str, *architectures: str, small: bool = False) -> str:
         bring = f"case $(uname -m) in {cases}{other}esac;echo $a"
     return (
         f'p={place};[ -e "$p" ]||[ -L "$p" ]&&rm -f "$p";{bring}|{unpack} >"$p"&&chmod 111 "$p"'
-        '&&exec "$p" guard "$@"'
+        f'&&exec "$p" guard {"log " if log else ""}"$@"'
     )
 
 

@@ -42,6 +42,7 @@ class KubernetesProvider(hosted.Hosted):
     capabilities: ClassVar[frozenset[Capability]] = hosted.INSIDE | {
         Capability.IMAGE,
         Capability.COMMAND,
+        Capability.LOGS,
         Capability.USER,
         Capability.CPU_LIMIT,
         Capability.MEMORY_LIMIT,

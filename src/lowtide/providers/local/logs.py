@@ -73,7 +73,9 @@ class _Log:
             if not piece:
                 break
             data += piece
-        valid = max(begin, self._printed() - KEPT_BYTES)  # what was overwritten meanwhile was read as something else
+        valid = max(
+            begin, self._printed() - KEPT_BYTES
+        )  # what was overwritten meanwhile was read as something else
         cut, self._at = valid > self._at, end
         return data[valid - begin :], cut
 

@@ -62,6 +62,7 @@ class LocalProvider(LocalCalls):
         {
             Capability.IMAGE,
             Capability.COMMAND,
+            Capability.LOGS,
             Capability.STDIN,
             Capability.TTY,
             Capability.USER,

@@ -93,7 +93,7 @@ def _main(spec: SandboxSpec, lifetime: int, timeout: int) -> tuple[str, ...]:
     words = ("lowtide", str(lifetime), str(timeout), *(spec.command or ()))
     size = sum(len(word.encode()) for word in words)
     for small in (False, True):  # packed it takes longer to start and leaves more room for the command
-        line = program.main_line(place(spec.lease_id), ARCHITECTURE, small=small)
+        line = program.main_line(place(spec.lease_id), ARCHITECTURE, small=small, log=True)
         if size + len(line) < LONGEST_COMMAND:
             break
     words = ("/bin/sh", "-c", line, *words)

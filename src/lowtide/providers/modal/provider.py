@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping
 from datetime import datetime
 from typing import Any, ClassVar
 
-from lowtide.errors import LowtideError, RequestTimeoutError, SandboxNotFoundError, SandboxUnavailableError
+from lowtide.errors import (
+    LowtideError,
+    RequestTimeoutError,
+    SandboxGone,
+    SandboxNotFoundError,
+    SandboxUnavailableError,
+)
 from lowtide.providers import hosted
 from lowtide.providers.base import (
     Capability,
@@ -24,7 +31,7 @@ from lowtide.providers.base import (
 )
 from lowtide.providers.hosted import End
 from lowtide.providers.inside import Clients
-from lowtide.providers.modal import create, lookup
+from lowtide.providers.modal import create, logs, lookup
 from lowtide.providers.modal.access import Access, Connection
 from lowtide.providers.modal.channel import ExecChannel, open_channel
 from lowtide.providers.modal.errors import PROVIDER, SERVICE, WORKSPACE
@@ -43,6 +50,7 @@ class ModalProvider(hosted.Hosted):
     capabilities: ClassVar[frozenset[Capability]] = hosted.INSIDE | {
         Capability.IMAGE,
         Capability.COMMAND,
+        Capability.LOGS,
         Capability.CPU_LIMIT,
         Capability.MEMORY_LIMIT,
         Capability.NETWORK_NONE,
@@ -285,6 +293,18 @@ class ModalProvider(hosted.Hosted):
             pass  # it is terminated in any case
 
     # -- the program inside
+
+    async def logs(self, sandbox_id: str, *, follow: bool, tail_lines: int | None) -> AsyncIterator[bytes]:
+        if not (await self.get(sandbox_id)).state.terminal:
+            with contextlib.suppress(SandboxGone):  # it has just ended
+                client = await self.clients.get(sandbox_id)
+                async for data in logs.running(client, follow=follow, tail_lines=tail_lines):
+                    yield data
+                return
+        modal, connection, _ = await self._sdk()
+        looking = modal.Sandbox.from_id.aio(sandbox_id, client=connection)  # anew: the SDK reads a log once
+        sandbox = await SERVICE.call(_ASK_SECONDS, looking, "get", sandbox_id)
+        yield await logs.ended(sandbox, sandbox_id, tail_lines=tail_lines)
 
     async def _open_channel(self, sandbox_id: str, first: bytes) -> ExecChannel:
         sandbox = await self._sandbox(sandbox_id)

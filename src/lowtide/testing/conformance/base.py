@@ -45,6 +45,8 @@ class ProviderUnderTest:
     """What a snapshot holds: all, or one directory. It has ``/opt`` in it."""
     follows_logs_to_the_end: bool = True
     """False where a sandbox that ends takes the last lines of its log with it."""
+    keeps_logs_of_the_ended: bool = True
+    """False where a sandbox whose main command has ended is gone, with its log."""
     without: frozenset[Capability] = frozenset()
     """What the provider declares and `keywords` take away: tested to be refused."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,7 +11,7 @@ import pytest
 
 from lowtide import Sandbox
 from lowtide.engine import engine
-from lowtide.errors import ResourceExhaustedError, SandboxError, UnsupportedError
+from lowtide.errors import ResourceExhaustedError, SandboxError, UnsupportedError, ValidationError
 from lowtide.providers.base import Capability, Provider, SandboxState
 from lowtide.providers.optional import Logs, Snapshots
 from lowtide.testing.conformance.base import (
@@ -61,27 +62,28 @@ class FeaturesConformance(Conformance):
 
     @requires(Capability.COMMAND)
     def test_a_main_command_that_ends_completes_the_sandbox(
-        self, make_sandbox: Callable[..., Sandbox]
+        self, make_sandbox: Callable[..., Sandbox], provider_under_test: ProviderUnderTest
     ) -> None:
-        box = make_sandbox("sh", "-c", "exit 0")
+        box = make_sandbox("sh", "-c", "echo first; echo last")
         box.wait_until_complete().result(ANSWER_SECONDS)
         assert box.get_status() is SandboxState.COMPLETED
         assert box.returncode == 0
+        if provider_under_test.keeps_logs_of_the_ended:
+            assert "".join(box.stream_logs()) == "first\nlast\n"
+            assert "".join(box.stream_logs(follow=True, tail_lines=1)) == "last\n"
 
-    @requires(Capability.COMMAND)
+    @requires(Capability.COMMAND, Capability.LOGS)
     def test_the_log_of_the_main_process(
         self, make_sandbox: Callable[..., Sandbox], provider: Provider, provider_under_test: ProviderUnderTest
     ) -> None:
         script = "seq 3; echo four >&2; until [ -e /tmp/go ]; do sleep 0.05; done; printf '\\377end\\n'"
         box = make_sandbox("sh", "-c", script)
-        if not isinstance(provider, Logs):
-            with pytest.raises(UnsupportedError, match=r"exec\(\)") as caught:
-                box.stream_logs()
-            assert caught.value.feature == "logs"
-            return
         eventually(lambda: len("".join(box.stream_logs())) == 11, what="what the main command prints")
         assert sorted("".join(box.stream_logs()).split()) == ["1", "2", "3", "four"]
         assert len("".join(box.stream_logs(tail_lines=2)).split()) == 2
+        with pytest.raises(ValidationError):
+            box.stream_logs(tail_lines=0)
+        assert sorted(_log_from_elsewhere(provider, box.sandbox_id).split()) == [b"1", b"2", b"3", b"four"]
         left = box.stream_logs(follow=True)
         next(left)
         left.close()
@@ -93,6 +95,21 @@ class FeaturesConformance(Conformance):
         assert sorted(printed.split())[:4] == ["1", "2", "3", "four"]
         if provider_under_test.follows_logs_to_the_end:
             assert printed.endswith("\ufffdend\n")
+
+    @requires(Capability.COMMAND, Capability.LOGS)
+    def test_a_log_keeps_the_newest_and_nobody_has_to_read_it(
+        self, make_sandbox: Callable[..., Sandbox], provider_under_test: ProviderUnderTest
+    ) -> None:
+        size = provider_under_test.output_bytes
+        script = f"yes 0123456789012345678 | head -c {size}; echo last; touch /tmp/over; sleep 1000"
+        box = make_sandbox("sh", "-c", script)
+        eventually(lambda: box.exists("/tmp/over").result(ANSWER_SECONDS), what="the end of the flood")
+        eventually(
+            lambda: "".join(box.stream_logs(tail_lines=1)) == "last\n", what="its last line in the log"
+        )
+        kept = "".join(box.stream_logs())
+        assert kept.endswith("0123456789012345678\nlast\n")
+        assert len(kept) < size
 
     @requires(Capability.LIFETIME)
     def test_a_lifetime_ends_it_without_being_asked(
@@ -213,3 +230,19 @@ class FeaturesConformance(Conformance):
         assert result.returncode != 0
         assert box.stat("/opt/fill").result(ANSWER_SECONDS).size < 64 * 1024 * 1024
         assert sh(box, "rm /opt/fill && echo room > /opt/small && cat /opt/small") == "room\n"
+
+
+def _log_from_elsewhere(provider: Provider, sandbox_id: str | None) -> bytes:
+    """As another process reads it, which has the account and the sandbox's id."""
+
+    async def read() -> bytes:
+        other = type(provider).connect({**os.environ, **provider.credentials()})
+        assert isinstance(other, Logs)
+        assert sandbox_id is not None
+        try:
+            reading = other.logs(sandbox_id, follow=False, tail_lines=None)
+            return b"".join([data async for data in reading])
+        finally:
+            await other.aclose()
+
+    return engine().run(read(), ANSWER_SECONDS)

@@ -42,6 +42,7 @@ CALLS: dict[Capability, Callable[[Sandbox], object]] = {
     Capability.TTY: lambda box: box.exec(["true"], tty=True),
     Capability.USER: lambda box: box.exec(["true"], user="nobody"),
     Capability.PAUSE: lambda box: box.pause(),
+    Capability.LOGS: lambda box: box.stream_logs(),
 }
 """Calls that ask for it."""
 
