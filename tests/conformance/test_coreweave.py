@@ -26,6 +26,7 @@ globals().update(
             parallel=12,
             snapshot_keywords={"provider_options": {"file_system_snapshot": {"mount_path": "/opt"}}},
             snapshot_of="/opt",
+            keeps_logs_of_the_ended=False,  # the service has none of what does not run
         )
     )
 )

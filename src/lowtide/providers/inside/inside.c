@@ -1686,21 +1686,23 @@ static void feed(struct command *c)
 }
 
 /* What the main command prints goes into the log, and on to our own stream: no faster than that is read, as if it had it
- * itself. So no more at once than a pipe takes that has room at all. True when nothing is left to read for now. */
+ * itself. So no more at once than a pipe takes that has room at all. When it has ended, the stream has LAST_MS to take
+ * the rest. True when nothing is left to read for now. */
 static int drain_main(struct command *c, int *fd, u8 kind)
 {
 	static u8 data[4096];
 	struct { long sec, nsec; } none = {0, 0};
 	for (int rounds = 0; *fd >= 0 && rounds < 256; rounds++) {
 		struct pollfd own = {.fd = kind, .events = POLLOUT};
-		c->rest[kind - 1] = K(ppoll, &own, 1, &none, 0, 0) == 0;
-		if (c->rest[kind - 1]) return 0;
+		int full = c->rest[kind - 1] = K(ppoll, &own, 1, &none, 0, 0) == 0;
+		if (full && c->exited && !c->end_from) c->end_from = now_ms();
+		if (full && !(c->exited && now_ms() - c->end_from > LAST_MS)) return 0;
 		long n = K(read, *fd, data, sizeof data);
 		if (n == -EINTR) continue;
 		if (n == -EAGAIN) return 1;
 		if (n <= 0) { shut(fd); return 1; }
 		push(log_ring, &logged, data, n);
-		K(write, kind, data, n);
+		if (!full) K(write, kind, data, n);
 	}
 	return c->exited;
 }
@@ -2163,6 +2165,7 @@ static __attribute__((noreturn)) void serve(int listener)
 			int inputs = c->in >= 0 && c->from < c->to && (!c->client || room(c->client) >= RESERVE);
 			w[n++] = (struct pollfd){.fd = inputs ? c->in : -1, .events = POLLOUT};
 			int own = log_ring && main_command == i; /* then `rest` says which of our own streams is waited for */
+			if (own && c->exited) sooner(&wake, now + LAST_MS + 1);
 			w[n++] = own && c->rest[0] ? (struct pollfd){.fd = 1, .events = POLLOUT} : (struct pollfd){.fd = more && !c->settling ? c->out : -1, .events = POLLIN};
 			w[n++] = own && c->rest[1] ? (struct pollfd){.fd = 2, .events = POLLOUT} : (struct pollfd){.fd = more && !c->settling ? c->err : -1, .events = POLLIN};
 			w[n++] = (struct pollfd){.fd = c->status, .events = POLLIN};
@@ -2329,7 +2332,7 @@ static int run(int argc, char **argv)
 	environment = argv + argc + 1;
 	K(prctl, PR_SET_DUMPABLE, 0);
 	guarded = same(what, "guard");
-	if (guarded && argc > 5 && same(argv[2], "log")) { if (!(log_ring = pages(REPLAY))) leave(126); argc--; argv++; }
+	if (guarded && argc > 4 && same(argv[2], "log")) { if (!(log_ring = pages(REPLAY))) leave(126); argc--; argv++; }
 	if ((guarded || same(what, "init")) && argc > 3) init(argc - 2, argv + 2);
 	if (same(what, "attach")) {
 		char *first = taken_out("LOWTIDE_FIRST=");

@@ -9,18 +9,19 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from lowtide.errors import SandboxGone, SandboxUnavailableError
+from lowtide.errors import SandboxFailedError, SandboxGone, SandboxUnavailableError
 from lowtide.providers.inside import logs
 from lowtide.providers.inside.client import Client
 from lowtide.providers.inside.frames import LOG_KEPT
 from lowtide.providers.last_lines import last_lines
 from lowtide.providers.modal.errors import PROVIDER, SERVICE
 
+ENDED = (SandboxGone, SandboxFailedError)
 _SECONDS = 60.0
 
 
 async def running(client: Client, *, follow: bool, tail_lines: int | None) -> AsyncIterator[bytes]:
-    """SandboxGone only before its first bytes: what ends later has printed what it had to."""
+    """That it has ended is an error only before its first bytes: later, it has printed what it had to."""
     begun = False
     try:
         reading = logs.read(client, follow=follow, tail_lines=tail_lines)
@@ -28,7 +29,7 @@ async def running(client: Client, *, follow: bool, tail_lines: int | None) -> As
             async for data in reading:
                 begun = begun or bool(data)
                 yield data
-    except SandboxGone:
+    except ENDED:
         if not begun:
             raise
 

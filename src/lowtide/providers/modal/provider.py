@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from lowtide.errors import (
     LowtideError,
     RequestTimeoutError,
-    SandboxGone,
     SandboxNotFoundError,
     SandboxUnavailableError,
 )
@@ -296,7 +295,7 @@ class ModalProvider(hosted.Hosted):
 
     async def logs(self, sandbox_id: str, *, follow: bool, tail_lines: int | None) -> AsyncIterator[bytes]:
         if not (await self.get(sandbox_id)).state.terminal:
-            with contextlib.suppress(SandboxGone):  # it has just ended
+            with contextlib.suppress(*logs.ENDED):  # meanwhile
                 client = await self.clients.get(sandbox_id)
                 async for data in logs.running(client, follow=follow, tail_lines=tail_lines):
                     yield data

@@ -101,15 +101,15 @@ class FeaturesConformance(Conformance):
         self, make_sandbox: Callable[..., Sandbox], provider_under_test: ProviderUnderTest
     ) -> None:
         size = provider_under_test.output_bytes
-        script = f"yes 0123456789012345678 | head -c {size}; echo last; touch /tmp/over; sleep 1000"
+        line = "0" * 99
+        script = f"yes {line} | head -c {size}; echo last; touch /tmp/over; sleep 1000"
         box = make_sandbox("sh", "-c", script)
         eventually(lambda: box.exists("/tmp/over").result(ANSWER_SECONDS), what="the end of the flood")
         eventually(
             lambda: "".join(box.stream_logs(tail_lines=1)) == "last\n", what="its last line in the log"
         )
         kept = "".join(box.stream_logs())
-        assert kept.endswith("0123456789012345678\nlast\n")
-        assert len(kept) < size
+        assert kept.endswith(f"{line}\nlast\n")
 
     @requires(Capability.LIFETIME)
     def test_a_lifetime_ends_it_without_being_asked(
