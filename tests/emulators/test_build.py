@@ -17,9 +17,12 @@ import pytest
 
 import lowtide.emulators
 from lowtide.emulators import build, dockerfile
-from lowtide.emulators.backing import Backing
+from lowtide.emulators.backing import Backing, network_of
 from lowtide.emulators.build import Builder, BuildFailed, Built
 from lowtide.emulators.dockerfile import CannotBuild
+from lowtide.emulators.layer_cache import LayerCache
+from lowtide.providers.images.store import ImageStore
+from lowtide.providers.local.prerequisites import ID_BASE
 
 RECIPE = """
 # a comment
@@ -52,11 +55,15 @@ def context(**files: str) -> bytes:
 
 
 @asynccontextmanager
-async def building(directory: Path) -> AsyncIterator[tuple[Backing, Builder]]:
-    backing = Backing(directory, limit=20)
+async def building(
+    directory: Path, cache: LayerCache | None = None, network: str = "none"
+) -> AsyncIterator[tuple[Backing, Builder]]:
+    backing = Backing(directory, limit=20, network=network_of(network))
+    builder = Builder(backing, cache=cache)
     try:
-        yield backing, Builder(backing)
+        yield backing, builder
     finally:
+        await builder.aclose()
         assert await backing.aclose()
 
 
@@ -125,6 +132,8 @@ def test_stages_are_built_each_on_its_own_and_copied_from(tmp_path: Path) -> Non
                 ("COPY --from=builder /nothing /x", "nothing: Cannot stat"),
                 ("COPY --from=ghcr.io/some/image /x /x", "no image is pulled here"),
                 ("COPY --from=later /x /x", "no earlier stage"),
+                ("COPY --from=/etc /passwd /x", "no such image"),
+                ("COPY --from=../../etc /passwd /x", "no such image"),
             ):
                 with pytest.raises(BuildFailed, match=said):
                     steps = dockerfile.steps(f"FROM a AS builder\nFROM b AS later\n{line}")
@@ -139,7 +148,8 @@ def test_stages_are_built_each_on_its_own_and_copied_from(tmp_path: Path) -> Non
 
 def test_packages_this_machine_does_not_have_are_left_out_where_the_user_says_so(tmp_path: Path) -> None:
     async def check() -> None:
-        backing, log = Backing(tmp_path, limit=20), []
+        backing = Backing(tmp_path, limit=20)
+        log: list[str] = []
         try:
             steps = dockerfile.steps("FROM x\nRUN yum -y install tar no-such-package-here && echo on > /went")
             built = await Builder(backing, packages="skip").build(steps, log=log.append)
@@ -212,7 +222,8 @@ def test_layers_nobody_holds_go_when_there_are_too_many(
 @pytest.mark.parametrize(
     "text",
     [
-        "FROM a\nCOPY --from=b /x /y",
+        "FROM a\nCOPY --from=7 /x /y",
+        "FROM a\nCOPY --from=/ /etc/passwd /y",
         "FROM a\nADD https://example.org/x /y",
         "FROM a\nCOPY one",
         'FROM a\nENV A="open',
@@ -339,3 +350,43 @@ def test_the_sdks_own_builders_build(tmp_path: Path, name: str, script: str, pri
         lines = [line for line in done.stdout.splitlines() if line in printed]
         assert lines == printed, done.stdout + done.stderr
     assert list((tmp_path / "emulators").iterdir()) == []
+
+
+def test_files_come_from_an_image_of_the_store_and_from_nowhere_else(tmp_path: Path) -> None:
+    def image(name: str, **files: str) -> None:
+        (tmp_path / "image.tar").write_bytes(context(**files))
+        store.import_file(name, tmp_path / "image.tar")
+
+    async def check() -> None:
+        backing = Backing(tmp_path / "emulator", limit=20)
+        builder = Builder(backing, home=tmp_path)
+        log: list[str] = []
+
+        async def made(recipe: str) -> Built:
+            return await builder.build(dockerfile.steps(f"FROM x\n{recipe}"), log=log.append)
+
+        try:
+            copies = "COPY --from=tool:1 /tool /opt/d* /in/\nCOPY --from=tool:1 /opt/da /srv/da"
+            show = "RUN cat /in/tool /in/one /srv/da/deep/two > /said; ls /in | wc -l >> /said"
+            built = await made(f"{copies}\n{show}")
+            assert await read(backing, built, "/said") == "runs one two 3\n", log
+            await made(copies)
+            assert log[-1] == "CACHED\n"
+            image("tool:1", tool="other ")  # the name stands for something else now
+            built = await made("COPY --from=tool:1 /tool /tool")
+            assert await read(backing, built, "/tool") == "other "
+            for line, said in (
+                ("COPY --from=tool:1 /../../../etc/hostname /x", "not in the build context"),
+                ("COPY --from=tool:1 /nothing /x", "not in the build context"),
+                ("COPY --from=tool:2 /tool /x", "lowtide image pull tool:2"),
+            ):
+                with pytest.raises(BuildFailed) as failed:
+                    await made(line)
+                assert said in str(failed.value) + "".join(log)
+        finally:
+            assert await backing.aclose()
+
+    owner = ID_BASE if os.geteuid() == 0 else None
+    store = ImageStore(tmp_path / "local" / "images", owner)
+    image("tool:1", **{"tool": "runs ", "opt/da/one": "one ", "opt/da/deep/two": "two "})
+    asyncio.run(check())

@@ -71,3 +71,20 @@ def test_an_image_in_use_stays(cli: Cli, tmp_path: Path) -> None:  # noqa: F811
     finally:
         cli("rm", sandbox_id)
     assert cli("image", "rm", "used").returncode == 0
+
+
+def test_layers_that_emulators_built_are_shown_and_pruned(cli: Cli, tmp_path: Path) -> None:  # noqa: F811
+    from lowtide.emulators.layer_cache import LayerCache
+
+    source = tmp_path / "source"
+    (source / "root").mkdir(parents=True)
+    (source / "root" / "file").write_bytes(b"x" * 2000)
+    (source / "manifest.json").write_text('{"working_dir": "/root"}')
+    cache = LayerCache.of(cli.home)
+    cache.keep("0" * 64, source)
+    assert b"and 1 layers that emulators built" in cli("image", "ls").stdout
+    assert cli.json("image", "ls") == []
+    assert cli.json("image", "prune")["layers"] == 1
+    assert b"0 layers" in cli("image", "prune").stdout
+    assert b"layers" not in cli("image", "ls").stdout
+    assert (source / "root" / "file").stat().st_nlink == 1

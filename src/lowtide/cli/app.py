@@ -23,7 +23,7 @@ COMMANDS = {
     "stop": "End sandboxes gracefully; the keep policy holds.",
     "rm": "Delete sandboxes, kept or not.",
     "cp": "Copy files or directories into or out of a sandbox.",
-    "image": "Import, pull, list and remove images of the local provider.",
+    "image": "Import, pull, list, remove and prune images of the local provider.",
     "snapshot": "List and remove snapshots of sandboxes.",
     "mcp": "Serve sandboxes as tools to an MCP client.",
     "emulate": "Serve providers' own protocols on this machine (e2b, daytona, runloop, coreweave, modal).",

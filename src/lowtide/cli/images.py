@@ -13,6 +13,7 @@ from lowtide.errors import LowtideError
 from lowtide.providers import registry
 
 if TYPE_CHECKING:
+    from lowtide.emulators.layer_cache import LayerCache
     from lowtide.providers.images.store import Image, ImageStore
     from lowtide.providers.local import LocalProvider
 
@@ -43,6 +44,20 @@ def list_images(*, as_json: bool) -> None:
         ],
         empty="no images: `lowtide image import NAME FILE.tar` adds one",
     )
+    kept = _build_layers().layers()
+    if kept:
+        total = size(sum(one.size_bytes for one in kept))
+        print(f"and {len(kept)} layers that emulators built, {total}: `lowtide image prune` removes them")
+
+
+def prune_layers(*, as_json: bool) -> None:
+    """What stands on them has its own hold on the files: nobody who runs now loses anything."""
+    gone = _build_layers().make_room(0)
+    total = sum(one.size_bytes for one in gone)
+    if as_json:
+        print_json({"layers": len(gone), "size_bytes": total})
+    else:
+        print(f"{len(gone)} layers that emulators built removed, {size(total)}")
 
 
 def remove_images(names: tuple[str, ...], *, missing_ok: bool) -> int:
@@ -66,6 +81,13 @@ def remove_images(names: tuple[str, ...], *, missing_ok: bool) -> int:
 
 def _store() -> ImageStore:
     return cast("LocalProvider", registry.provider("local")).images
+
+
+def _build_layers() -> LayerCache:
+    from lowtide.emulators.layer_cache import LayerCache
+    from lowtide.machine import home
+
+    return LayerCache.of(home())
 
 
 def _tell(image: Image, *, as_json: bool) -> None:

@@ -26,6 +26,10 @@ class Authority:
         pem = self._authority.cert_pem.bytes()
         self.certificate_file.write_bytes(pem)
         self.bundle_file.write_bytes(pem + _system_roots())
+        self.alone = directory / "authority"
+        """A directory with nothing but its certificate, for clients that read all there is in one."""
+        self.alone.mkdir(mode=0o700)
+        (self.alone / "lowtide.pem").write_bytes(pem)
 
     def context(self, domain: str, protocols: tuple[str, ...] = ("http/1.1",)) -> ssl.SSLContext:
         """A server context for `domain` and everything one label below it, or for an address."""

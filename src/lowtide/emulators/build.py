@@ -1,7 +1,7 @@
 """The one builder behind all emulators: steps run in build sandboxes, and each layer is kept by what it was made of.
 
 A layer is the snapshot of a build sandbox; its name is the hash of the layer below, the step, what surrounds it and what
-is copied. So the same beginning of two recipes is built once, whichever service they came to. Build sandboxes have the network
+is copied. So the same beginning of two recipes is built once, whichever service they came to, and whichever emulator. Build sandboxes have the network
 that the user allows; a step that needs more fails with its own output.
 """
 
@@ -11,13 +11,16 @@ import asyncio
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowtide.emulators import package_managers
 from lowtide.emulators.dockerfile import PATH, CannotBuild, Step, Surroundings
 from lowtide.emulators.guest import users_are_real
+from lowtide.emulators.image_files import ImageFiles
+from lowtide.emulators.layer_cache import LayerCache, foundation
 from lowtide.errors import LowtideError, ValidationError
 from lowtide.providers.base import STDOUT
 
@@ -31,12 +34,13 @@ LARGEST_COPY = 512 << 20  # from stage to stage, and so in memory
 _IDLE = ("/bin/sh", "-c", "exec sleep infinity")
 _AT_ONCE = 4
 _LONGEST_LINE = 1 << 16
+_PIECE = 1 << 20
 _LINE_COSTS = 100  # of the log's bytes: a log of empty lines is long, too
 _COPY = """
 set -e
 unpack=$1; target=$2; shift 2
 context=$(mktemp -d)
-tar "$unpack" - -C "$context" --no-same-owner
+tar "$unpack" - -C "$context" --no-same-owner --ignore-zeros
 IFS=  # names may have spaces; the marks of a pattern still mean what they mean
 matches() { for source; do for found in "$context"/$source; do
   [ -e "$found" ] || [ -L "$found" ] || { echo "$source: not in the build context" >&2; exit 1; }
@@ -56,6 +60,8 @@ rm -rf "$context"
 _TAKE = """cd / && IFS= && for word; do shift; set -- "$@" $word; done && exec tar --one-file-system -cf - -- "$@" """
 
 Log = Callable[[str], None]
+Content = bytes | tuple[Path, ...]
+"""Tars with what COPY may name: one (plain or gzip), or several files that are plain."""
 
 
 class BuildFailed(Exception):
@@ -74,6 +80,8 @@ class Built:
     """None: nothing but this machine's own files."""
     key: str = ""
     around: Surroundings = field(default_factory=Surroundings)
+    own: bool = False
+    """It is this emulator's alone: it stands on something that no key says, or saw secrets."""
 
 
 @dataclass(eq=False, slots=True)
@@ -83,8 +91,18 @@ class _Layer:
 
 
 class Builder:
-    def __init__(self, backing: Backing, *, packages: str = package_managers.CHECK) -> None:
-        self._backing = backing
+    def __init__(
+        self,
+        backing: Backing,
+        *,
+        packages: str = package_managers.CHECK,
+        cache: LayerCache | None = None,
+        home: Path | None = None,
+    ) -> None:
+        """`cache`: where layers are kept for other emulators, too. `home`: where the user's images are."""
+        self._backing, self._cache = backing, cache
+        self._images = ImageFiles(backing, home)
+        self._foundation = ""
         self._packages = packages
         self._first: Step | None = None
         self._layers: dict[str, _Layer] = {}
@@ -94,9 +112,9 @@ class Builder:
         self._places = asyncio.Semaphore(_AT_ONCE)
 
     async def build(
-        self, steps: Iterable[Step], *, log: Log, below: Built | None = None, context: bytes = b""
+        self, steps: Iterable[Step], *, log: Log, below: Built | None = None, context: Content = b""
     ) -> Built:
-        """Follow the steps on top of `below`. `context` is a tar (plain or gzip) with what COPY may name. BuildFailed, LowtideError.
+        """Follow the steps on top of `below`. BuildFailed, LowtideError.
 
         The result stays until `release`.
         """
@@ -111,6 +129,7 @@ class Builder:
                 log(text)
             said += len(text) + _LINE_COSTS * text.count("\n")
 
+        self._foundation = await asyncio.to_thread(foundation)  # each time: things are installed meanwhile
         if self._first is None:
             self._first = await asyncio.to_thread(package_managers.first_step, self._packages)
         if built.key:
@@ -143,14 +162,16 @@ class Builder:
                 self.release(one)
         return built
 
-    async def _on(self, below: Built, step: Step, log: Log, context: bytes, source: Built | None) -> Built:
+    async def _on(self, below: Built, step: Step, log: Log, context: Content, source: Built | None) -> Built:
         """One step further: what it comes to is held in place of what is below."""
-        key, snapshot = below.key, below.snapshot
-        if step.argv or step.sources:
-            key, snapshot = await self._layer(below, step, log, context, source)
-            self._pin(key)
-            self.release(below)
-        return Built(snapshot=snapshot, key=key, around=step.around)
+        if not (step.argv or step.sources):
+            return replace(below, around=step.around)
+        own = below.own or step.secret or bool(step.fresh) or (source is not None and source.own)
+        own = own or (below.snapshot is not None and not below.key)
+        key, snapshot = await self._layer(below, step, log, context, source, own)
+        self._pin(key)
+        self.release(below)
+        return Built(snapshot=snapshot, key=key, around=step.around, own=own)
 
     def release(self, built: Built) -> None:
         """Nothing is made from it any more: its layers may go when room is needed."""
@@ -164,18 +185,27 @@ class Builder:
             layer.pins += 1
 
     async def _layer(
-        self, below: Built, step: Step, log: Log, context: bytes, source: Built | None
+        self, below: Built, step: Step, log: Log, context: Content, source: Built | None, own: bool
     ) -> tuple[str, str]:
         if step.context is not None:
-            context = await asyncio.to_thread(step.context.read_bytes)
+            context = (step.context,)
         content = context if step.sources else b""
-        key = _key(below, step, f"stage {source.key}".encode() if source is not None else content)
+        if source is not None:
+            content = f"stage {source.key or source.snapshot or self._foundation}".encode()
+        elif step.image:
+            content = f"image {await self._images.identity(step.image)}".encode()
+        under = below.key or below.snapshot or self._foundation
+        key = await asyncio.to_thread(_key, under, step, content, str(self._backing.network))
         # One at a time: two that ask for the same layer at once get the same.
         lock = self._under_way.setdefault(key, asyncio.Lock())
         self._waiting[key] = self._waiting.get(key, 0) + 1
         try:
             async with lock:
                 found = self._layers.pop(key, None)
+                cache = None if own else self._cache
+                if found is None and cache is not None:
+                    kept = await asyncio.to_thread(cache.take, key, self._snapshots, below.snapshot)
+                    found = _Layer(kept) if kept is not None else None
                 if found is not None:
                     if step.shown:
                         log("CACHED\n")
@@ -183,7 +213,11 @@ class Builder:
                     async with self._places:
                         if source is not None:
                             context = await self._taken(source, step)
+                        elif step.image:
+                            context = await self._images.take(step.image, step.sources, LARGEST_COPY)
                         found = _Layer(await self._make(below, step, log, context))
+                    if cache is not None:
+                        await asyncio.to_thread(cache.keep, key, self._snapshots / found.snapshot)
                 self._layers[key] = found
         finally:
             self._waiting[key] -= 1
@@ -195,6 +229,14 @@ class Builder:
         finally:
             found.pins -= 1
         return key, found.snapshot
+
+    async def aclose(self) -> None:
+        if self._cache is not None:
+            await asyncio.to_thread(self._cache.settle)
+
+    @property
+    def _snapshots(self) -> Path:
+        return self._backing.provider.snapshots.directory
 
     async def _taken(self, stage: Built, step: Step) -> bytes:
         """What a COPY takes from an earlier stage, as a tar."""
@@ -217,7 +259,7 @@ class Builder:
             await backing.destroy(sandbox_id)
         return bytes(taken)
 
-    async def _make(self, below: Built, step: Step, log: Log, context: bytes) -> str:
+    async def _make(self, below: Built, step: Step, log: Log, context: Content) -> str:
         backing = self._backing
         sandbox_id = await backing.create(command=_IDLE, snapshot=below.snapshot, counted=False)
         try:
@@ -225,7 +267,7 @@ class Builder:
             if step.sources:
                 if not context:
                     raise BuildFailed(f"{step.shown}: there is no build context")
-                unpack = "-xzf" if context.startswith(b"\x1f\x8b") else "-xf"
+                unpack = "-xzf" if _start(context) == b"\x1f\x8b" else "-xf"
                 argv = ("/bin/sh", "-c", _COPY, "sh", unpack, step.target, *step.sources)
                 given = context
             around = Surroundings() if step.apart else step.around
@@ -243,8 +285,8 @@ class Builder:
                 async with asyncio.timeout(LONGEST_STEP_SECONDS):
                     if given is not None:
                         with contextlib.suppress(BrokenPipeError):
-                            for at_byte in range(0, len(given), 1 << 20):
-                                await handle.write_stdin(given[at_byte : at_byte + (1 << 20)])
+                            for piece in _pieces(given):
+                                await handle.write_stdin(piece)
                             await handle.close_stdin()
                     line = b""
                     async for _, data in handle.output():
@@ -289,10 +331,29 @@ def _environment(step: Step, around: Surroundings) -> dict[str, str]:
     return {**found, "PATH": f"{package_managers.TOOLS}:{found['PATH']}"}
 
 
-def _key(below: Built, step: Step, context: bytes) -> str:
+def _pieces(content: Content) -> Iterator[bytes]:
+    if isinstance(content, bytes):
+        for at in range(0, len(content), _PIECE):
+            yield content[at : at + _PIECE]
+        return
+    for path in content:
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE):
+                yield piece
+
+
+def _start(content: Content) -> bytes:
+    return next(_pieces(content), b"")[:2]
+
+
+def _key(below: str, step: Step, context: Content, network: str) -> str:
     around = Surroundings() if step.apart else step.around
-    what: list[object] = [below.key, below.snapshot or "", step.argv, step.sources, step.target, step.fresh]
+    what: list[object] = [below, step.argv, step.sources, step.target, step.fresh, _COPY]
+    what.append(network if step.argv and not step.apart else "")
     what += [sorted(step.arguments.items()), sorted(around.environment.items()), around.workdir, around.user]
     digest = hashlib.sha256(json.dumps(what).encode())
-    digest.update(hashlib.sha256(context).digest())
+    inside = hashlib.sha256()
+    for piece in _pieces(context):
+        inside.update(piece)
+    digest.update(inside.digest())
     return digest.hexdigest()

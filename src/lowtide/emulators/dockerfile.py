@@ -17,6 +17,7 @@ PATH = "/opt/python/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:
 """Where the programs of this machine are, which stands for every image."""
 MOST_INSTRUCTIONS = 1000
 LONGEST_RECIPE = 1 << 20
+_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,199}")
 _FLAG = re.compile(r"--([a-z-]+)(?:=(\S+))?\s+")
 
 
@@ -53,10 +54,14 @@ class Step:
     """The tar its sources are in, where it is not the build's."""
     fresh: str = ""
     """Not empty: it is not to be the same as any before it."""
+    secret: bool = False
+    """It sees secrets: what it leaves is not kept after the emulator's end."""
     begins: bool = False
     """It is a FROM: a stage begins, on an image or on the stage that `stage` says."""
     stage: int | None = None
     """An earlier stage: what this one begins with, or what the sources of a COPY are in."""
+    image: str = ""
+    """Of a COPY: the image that its sources are in."""
     apart: bool = False
     """It runs as root at `/`, whatever surrounds it."""
 
@@ -162,12 +167,16 @@ def _copy(
     shown: str, rest: str, known: Mapping[str, str], around: Surroundings, stages: Mapping[str, int]
 ) -> Step:
     stage: int | None = None
+    image = ""
     while flag := _FLAG.match(rest):
         if flag[1] == "from":
-            stage = stages.get((flag[2] or "").lower())
-            if stage is None:
+            said = _expand(_unquoted(flag[2] or ""), known)
+            stage, image = stages.get(said.lower()), said
+            if stage is not None:
+                image = ""
+            elif not _IMAGE.fullmatch(said) or said.isdigit():
                 raise CannotBuild(
-                    f"COPY --from={flag[2]}: there is no earlier stage of that name, and no image is pulled here"
+                    f"COPY --from={said}: there is no earlier stage of that name, and no such image"
                 )
         rest = rest[flag.end() :]
     words = list(_words(rest) or _split(rest))
@@ -177,9 +186,9 @@ def _copy(
         raise CannotBuild(f"{shown}: addresses are not fetched here")
     *sources, target = (_expand(one, known) for one in words)
     place = around.at(target) + ("/" if target.endswith(("/", ".")) and around.at(target) != "/" else "")
-    if stage is not None:  # its root is where they start
+    if stage is not None or image:  # its root is where they start
         sources = [posixpath.normpath(f"/{one}").lstrip("/") or "." for one in sources]
-    return Step(shown=shown, sources=tuple(sources), target=place, around=around, stage=stage)
+    return Step(shown=shown, sources=tuple(sources), target=place, around=around, stage=stage, image=image)
 
 
 def _pairs(rest: str, known: Mapping[str, str]) -> dict[str, str]:

@@ -23,6 +23,7 @@ from lowtide.emulators.backing import Backing, network_of
 from lowtide.emulators.build import Builder
 from lowtide.emulators.clock import Clock
 from lowtide.emulators.faults import Faults
+from lowtide.emulators.layer_cache import LayerCache
 from lowtide.emulators.state import State
 from lowtide.errors import ValidationError
 
@@ -160,7 +161,8 @@ class Ground:
         self.backing = Backing(
             self.state.directory, limit=settings.limit, network=network_of(settings.network)
         )
-        self.builder = Builder(self.backing, packages=settings.packages)
+        home = self.state.root.parent
+        self.builder = Builder(self.backing, packages=settings.packages, cache=LayerCache.of(home), home=home)
         names = registry.check(settings.names)
         for index, name in enumerate(names):
             emulator = registry.load(name)(self)
@@ -216,6 +218,10 @@ class Ground:
                 )
             )
 
+    def alive(self) -> dict[str, int]:
+        """How many sandboxes each service has."""
+        return {name: len(emulator.sandboxes()) for name, emulator in self.emulators.items()}
+
     def claimed_by(self, host: str) -> tuple[Emulator, str] | None:
         """The emulator that stands for `host`, and the domain it claims."""
         for emulator in self.emulators.values():
@@ -242,9 +248,21 @@ class Ground:
             "https_proxy": self.proxy_url,
             "NO_PROXY": local,
             "no_proxy": local,
-            "SSL_CERT_FILE": self.certificate_bundle,
-            "REQUESTS_CA_BUNDLE": self.certificate_bundle,
-            "NODE_EXTRA_CA_CERTS": self.certificate_bundle,
+            **self.trust_environment(),
+        }
+
+    def trust_environment(self) -> dict[str, str]:
+        """What leads SDKs to trust what the emulators show."""
+        names = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
+        return dict.fromkeys(names, self.certificate_bundle)
+
+    def python_environment(self) -> dict[str, str]:
+        """The same for clients that a Python SDK makes without its environment: see `python_start`."""
+        before = os.environ.get("PYTHONPATH")
+        start = str(Path(__file__).parent / "python_start")
+        return {
+            "LOWTIDE_EMULATOR_AUTHORITY": str(self.authority.alone),
+            "PYTHONPATH": f"{start}{os.pathsep}{before}" if before else start,
         }
 
     def description(self) -> dict[str, Any]:
@@ -267,6 +285,8 @@ class Ground:
             closing.append(self._gate.aclose())
         self.emulators, self._gate, self._servers = {}, None, []
         await asyncio.gather(*closing, return_exceptions=True)
+        if hasattr(self, "builder"):
+            await self.builder.aclose()
         nothing_left = not hasattr(self, "backing")
         try:
             if not nothing_left:

@@ -7,9 +7,9 @@ import click
 from lowtide.cli.parameters import json_option
 
 
-@click.group("image", short_help="Import, pull, list and remove images of the local provider.")
+@click.group("image", short_help="Import, pull, list, remove and prune images of the local provider.")
 def command() -> None:
-    """Import, pull, list and remove images of the local provider.
+    """Import, pull, list, remove and prune images of the local provider.
 
     A sandbox runs on one with `lowtide run --image NAME` or `Sandbox.run(container_image="NAME")`.
     """
@@ -53,3 +53,12 @@ def remove(*, names: tuple[str, ...], missing_ok: bool) -> int:
     from lowtide.cli.images import remove_images
 
     return remove_images(names, missing_ok=missing_ok)
+
+
+@command.command("prune")
+@json_option
+def prune(*, as_json: bool) -> None:
+    """Remove the layers that emulators keep of what they built; images stay."""
+    from lowtide.cli.images import prune_layers
+
+    prune_layers(as_json=as_json)

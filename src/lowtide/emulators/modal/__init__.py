@@ -52,8 +52,7 @@ class ModalEmulator:
             "MODAL_TOKEN_SECRET": self.token_secret,
         }
         if not plain:  # for encrypted tunnels
-            bundle = self.ground.certificate_bundle
-            found |= {"SSL_CERT_FILE": bundle, "REQUESTS_CA_BUNDLE": bundle, "NODE_EXTRA_CA_CERTS": bundle}
+            found |= self.ground.trust_environment()
         return found
 
     def router_url(self, call: Call) -> str:

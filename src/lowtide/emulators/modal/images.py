@@ -115,6 +115,7 @@ class Images:
                 snapshot=image.snapshot,
                 key=base.key if base.snapshot == image.snapshot else "",
                 around=Surroundings(environment=dict(image.environment), workdir=image.workdir),
+                own=base.own,
             )
             # A recipe that starts from a registry stands for this machine's own files: what it installs is there.
             steps = _steps("\n".join(wanted.dockerfile_commands), base.around, mapped=not below)

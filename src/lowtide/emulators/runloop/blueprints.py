@@ -171,7 +171,8 @@ def _steps(asked: dict[str, Any], base: Built, secrets: dict[str, str]) -> Itera
     given = asked.get("build_args") or {}
     for step in dockerfile.steps(asked.get("dockerfile") or "", given=given, around=around):
         around = step.around
-        yield replace(step, arguments={**step.arguments, **secrets}) if step.argv else step
+        seen = replace(step, arguments={**step.arguments, **secrets}, secret=bool(secrets))
+        yield seen if step.argv else step
     for command in asked.get("system_setup_commands") or ():
         run = ("/bin/sh", "-c", command)
-        yield Step(shown=f"RUN {command}", argv=run, around=around, arguments=secrets)
+        yield Step(shown=f"RUN {command}", argv=run, around=around, arguments=secrets, secret=bool(secrets))

@@ -28,6 +28,7 @@ from lowtide.providers.images.documents import words
 from lowtide.providers.images.layers import LayerStore
 from lowtide.providers.images.pull import Reference, Registry, save
 from lowtide.providers.images.unpack import unpack_layer
+from lowtide.trees.copy import copy_tree
 from lowtide.trees.passable import make_passable
 from lowtide.trees.remove import remove_tree
 from lowtide.trees.tar import CarefulInfo
@@ -59,7 +60,7 @@ class ImageStore:
         bounds: Bounds = Bounds(),  # noqa: B008 (frozen)
     ) -> None:
         """`in_use`: who stands on an image, asked before it is replaced or removed, and once more after."""
-        self.directory, self._owner, self._in_use, self._bounds = directory, owner, in_use, bounds
+        self.directory, self.owner, self._in_use, self._bounds = directory, owner, in_use, bounds
         self.layers = LayerStore(directory / ".layers", owner)
 
     def image(self, name: str) -> Image | None:
@@ -130,7 +131,7 @@ class ImageStore:
             count = 0
             for count, layer in enumerate(layers, 1):
                 check_layers(count)
-                unpack_layer(layer, str(draft / str(count - 1)), self._owner, budget)
+                unpack_layer(layer, str(draft / str(count - 1)), self.owner, budget)
             check_layers(count)
             manifest = _new_manifest(name, configuration, layers=count, size_bytes=size(str(draft)))
             (draft / "manifest.json").write_text(json.dumps(manifest))
@@ -143,6 +144,39 @@ class ImageStore:
         for path in (self.directory.parent, self.directory):
             make_passable(path)
         return Budget(self._bounds, self.directory)
+
+    def link_from(self, other: ImageStore, name: str) -> str:
+        """Have an image of another store here, too, as hard links to its files: what is in it, in a word.
+
+        ValidationError where it is not there, or has changed meanwhile.
+        """
+        with contextlib.ExitStack() as held:
+            if other.layers.directory.is_dir():
+                held.enter_context(other.layers.adding())  # nothing is cleaned away meanwhile
+            manifest, image = other._manifest(name), other.image(name)
+            if manifest is None or image is None:
+                raise ValidationError(f"there is no image {name}", argument="name", provider="local")
+            said = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+            there = self._manifest(name)
+            if there is not None and there.get("linked") == said:
+                return said
+            self._budget()
+            draft = self.directory / f".{os.urandom(6).hex()}"
+            make_passable(draft)
+            try:
+                for number, layer in enumerate(image.layers):
+                    copy_tree(layer, str(draft / str(number)), link=True)
+                if other._manifest(name) != manifest:
+                    raise ValidationError(
+                        f"the image {name} changed meanwhile", argument="name", provider="local"
+                    )
+                own = {**manifest, "layers": len(image.layers), "linked": said}
+                own.pop("diff_ids", None)
+                (draft / "manifest.json").write_text(json.dumps(own))
+                self._replace(name, draft)
+            finally:
+                remove_tree(draft)
+        return said
 
     def _replace(self, name: str, draft: Path) -> None:
         place = self._place(name)

@@ -61,13 +61,14 @@ class Skeleton:
 
 def skeleton(base_directory: Path, owner: int | None) -> Skeleton:
     """Built once for this machine, this Python and this owner; found by its fingerprint afterwards."""
-    place = base_directory / _fingerprint(owner)
+    place = base_directory / fingerprint(owner)
     if not place.is_dir():
         _build_atomically(place, owner)
     return Skeleton(root=str(place / "root"), usr=str(place / "usr"))
 
 
-def _fingerprint(owner: int | None) -> str:
+def fingerprint(owner: int | None) -> str:
+    """Changes with what a skeleton is made of."""
     text = hashlib.sha256(repr((_FORMAT, python_trees.prefixes(), python_trees.trees(), owner)).encode())
     names = ["/etc/ld.so.cache", "/etc/alternatives", "/etc/os-release", "/etc/ssl/certs", "/etc/localtime"]
     names += [f"{prefix}/pyvenv.cfg" for prefix in python_trees.prefixes()]
