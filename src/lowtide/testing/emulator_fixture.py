@@ -29,12 +29,19 @@ def emulator(
     from lowtide.emulators.handle import start
 
     with start(*names, plain=plain, limit=limit, network=network, packages=packages, home=home) as handle:
-        before = {name: os.environ.get(name) for name in handle.environment}
+        authority = handle.environment.get("LOWTIDE_EMULATOR_AUTHORITY")
+        before = {name: os.environ.get(name) for name in (*handle.environment, "SSL_CERT_DIR")}
         if set_environment:
             os.environ.update(handle.environment)
+            if authority is not None:
+                # As `emulators/python_start` does in a program: Daytona's SDK uploads with `os.environ` emptied.
+                os.environ.pop("SSL_CERT_DIR", None)
+                os.putenv("SSL_CERT_DIR", authority)
         try:
             yield handle
         finally:
+            if set_environment and authority is not None:
+                os.unsetenv("SSL_CERT_DIR")
             for name, value in before.items() if set_environment else ():
                 if value is None:
                     os.environ.pop(name, None)

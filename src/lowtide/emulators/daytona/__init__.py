@@ -81,7 +81,13 @@ class DaytonaEmulator:
         return self._server.connection()
 
     def environment(self, *, plain: bool) -> dict[str, str]:
-        return {"DAYTONA_API_KEY": self.api_key, "DAYTONA_API_URL": self.api_url, "DAYTONA_TARGET": REGION}
+        found = {"DAYTONA_API_KEY": self.api_key, "DAYTONA_API_URL": self.api_url, "DAYTONA_TARGET": REGION}
+        # The SDK sends the local files of an image over TLS, to no other address than one with TLS.
+        return (
+            found
+            if plain
+            else {**found, **self.ground.trust_environment(), **self.ground.python_environment()}
+        )
 
     def sandboxes(self) -> list[dict[str, Any]]:
         return [

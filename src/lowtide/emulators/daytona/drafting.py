@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.emulators.daytona.answers import Refused, rfc3339, strings_of, whole_of
 from lowtide.emulators.daytona.machine import known_user
 from lowtide.emulators.daytona.sandbox import Intervals, Sandbox
+from lowtide.emulators.daytona.storage import hashes_of
 
 if TYPE_CHECKING:
     from lowtide.emulators.daytona.snapshots import Snapshots
@@ -85,7 +86,7 @@ def draft(
         moment = rfc3339(now)
         sandbox.build = {
             "dockerfileContent": build["dockerfileContent"],
-            "contextHashes": build.get("contextHashes") or [],
+            "contextHashes": hashes_of(build),
             "createdAt": moment,
             "updatedAt": moment,
             "snapshotRef": f"daytona-{sandbox.sandbox_id}",

@@ -33,7 +33,8 @@ def image_steps(text: str) -> list[Step]:
     accounts = Step(shown="", argv=("/bin/sh", "-c", USERS))
     home = Step(
         shown="",
-        argv=("/bin/mkdir", "-p", HOMES["daytona"]),
+        # Open, because a build's root has no way around permissions here, and recipes copy into it.
+        argv=("/bin/sh", "-c", f"mkdir -p {HOMES['daytona']} && chmod 777 {HOMES['daytona']}"),
         around=Surroundings(user=ACCOUNTS["daytona"]),
     )
     return [accounts, home, replace(accounts, argv=(), around=Surroundings()), *shown]

@@ -12,7 +12,6 @@ from lowtide.emulators.daytona import drafting, intervals
 from lowtide.emulators.daytona.answers import Refused, not_found, whole_of
 from lowtide.emulators.daytona.changes import Changes, Tell
 from lowtide.emulators.daytona.drafting import either
-from lowtide.emulators.daytona.image_steps import OPENING, image_steps
 from lowtide.emulators.daytona.machine import Machine
 from lowtide.emulators.daytona.sandbox import SETTLED, Sandbox, SandboxState
 from lowtide.emulators.dockerfile import CannotBuild
@@ -109,10 +108,8 @@ class Sandboxes(Changes):
         assert sandbox.build is not None
         await asyncio.sleep(_BUILDER_SECONDS)
         await self._set(sandbox, SandboxState.BUILDING_SNAPSHOT)
-        sandbox.build_log += OPENING
         try:
-            steps = image_steps(sandbox.build["dockerfileContent"])
-            sandbox.built = await self.ground.builder.build(steps, log=sandbox.build_log.append)
+            sandbox.built = await self._snapshots.built(sandbox.build, sandbox.build_log)
         except (BuildFailed, CannotBuild, LowtideError) as error:
             sandbox.build_log.append(f"ERROR: {error}\n")
             if sandbox.state is SandboxState.BUILDING_SNAPSHOT:

@@ -21,6 +21,7 @@ from lowtide.emulators.daytona.answers import (
     whole_of,
 )
 from lowtide.emulators.daytona.image_steps import OPENING, image_steps
+from lowtide.emulators.daytona.storage import Storage, hashes_of
 from lowtide.emulators.dockerfile import CannotBuild
 from lowtide.errors import LowtideError
 
@@ -65,6 +66,7 @@ class Snapshots:
     def __init__(self, ground: Ground, organization_id: str) -> None:
         self.ground = ground
         self.organization_id = organization_id
+        self.storage = Storage(ground, organization_id)
         self._building: set[asyncio.Task[None]] = set()
         now = ground.clock.now()
         general = [
@@ -134,12 +136,7 @@ class Snapshots:
             )
 
     async def push_access(self, request: web.Request) -> web.Response:
-        # The SDK sends a build's local files to object storage, and only over TLS with certificates it chooses itself.
-        raise Refused(
-            501,
-            "local files in an image (add_local_file, add_local_dir, COPY) are not available in the emulator: "
-            "write them with run_commands, or upload them to the sandbox with fs.upload_file",
-        )
+        return web.json_response(await self.storage.access())
 
     async def list_snapshots(self, request: web.Request) -> web.Response:
         query = request.query
@@ -175,24 +172,32 @@ class Snapshots:
         )
         if build is not None:
             content = str(build.get("dockerfileContent") or "")
+            hashes = hashes_of(build)
             made.build = {
                 "dockerfileContent": content,
-                "contextHashes": build.get("contextHashes") or [],
+                "contextHashes": hashes,
                 "createdAt": rfc3339(now),
                 "updatedAt": rfc3339(now),
                 "snapshotRef": f"daytona-{made.snapshot_id}",
             }
             made.state = "building"
-            task = asyncio.get_running_loop().create_task(self._build(made, content))
+            task = asyncio.get_running_loop().create_task(self._build(made))
             self._building.add(task)
             task.add_done_callback(self._building.discard)
         self.table[made.snapshot_id] = made
         return web.json_response(self._described(made))
 
-    async def _build(self, made: Snapshot, content: str) -> None:
-        made.log += OPENING
+    async def built(self, build: dict[str, Any], log: list[str]) -> Built:
+        """Follow a recipe with the files that were sent for it. CannotBuild, BuildFailed, LowtideError."""
+        log += OPENING
+        context = self.storage.contexts(build)
+        steps = image_steps(build["dockerfileContent"])
+        return await self.ground.builder.build(steps, log=log.append, context=context)
+
+    async def _build(self, made: Snapshot) -> None:
+        assert made.build is not None
         try:
-            built = await self.ground.builder.build(image_steps(content), log=made.log.append)
+            built = await self.built(made.build, made.log)
         except (BuildFailed, CannotBuild, LowtideError) as error:
             made.log.append(f"ERROR: {error}\n")
             made.state, made.error = "build_failed", f"Build failed: {error}"
@@ -204,6 +209,7 @@ class Snapshots:
         made.state = "active"
 
     async def aclose(self) -> None:
+        await self.storage.aclose()
         for task in list(self._building):
             task.cancel()
         await asyncio.gather(*self._building, return_exceptions=True)
