@@ -16,6 +16,7 @@ from lowtide.emulators.ground import Ground, Settings
 from lowtide.errors import MissingDependencyError
 
 _PR_SET_PDEATHSIG = 1
+_LOOK_SECONDS = 0.25
 
 
 def serve(
@@ -24,10 +25,13 @@ def serve(
     ready: Callable[[dict[str, Any]], None],
     command: Sequence[str] = (),
     until_stdin_closes: bool = False,
+    alive: Callable[[dict[str, int]], None] | None = None,
+    ended: Callable[[dict[str, int]], None] | None = None,
 ) -> int:
     """Serve until SIGINT, SIGTERM or SIGHUP, or run `command` with the environment set and end after it.
 
-    Returns the exit code: the command's, else 0.
+    `alive` hears how many sandboxes each service has, whenever that changes; `ended` how many were left, once they are
+    ended. Returns the exit code: the command's, else 0.
     """
     try:
         import aiohttp
@@ -36,7 +40,11 @@ def serve(
         install = 'pip install "lowtide[emulators]"'
         raise MissingDependencyError(f"emulators need {error.name}: {install}", install=install) from error
     del aiohttp, trustme
-    return asyncio.run(_serve(settings, ready, tuple(command), until_stdin_closes))
+    left: dict[str, int] = {}
+    code = asyncio.run(_serve(settings, ready, tuple(command), until_stdin_closes, alive, left))
+    if ended is not None:
+        ended(left)
+    return code
 
 
 async def _serve(
@@ -44,6 +52,8 @@ async def _serve(
     ready: Callable[[dict[str, Any]], None],
     command: tuple[str, ...],
     until_stdin_closes: bool,
+    alive: Callable[[dict[str, int]], None] | None,
+    left: dict[str, int],
 ) -> int:
     end = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -60,14 +70,30 @@ async def _serve(
             ready(ground.description())
             if until_stdin_closes:
                 _watch_stdin(loop, end)
-            if not command:
-                await end.wait()
-                return 0
-            marked = {**ground.environment(), **mark(ground.state.directory)}
-            return await _run(command, marked, end, caught)
+            watching = None if alive is None else asyncio.create_task(_watch(ground, alive))
+            try:
+                if not command:
+                    await end.wait()
+                    return 0
+                marked = {**ground.environment(), **mark(ground.state.directory)}
+                return await _run(command, marked, end, caught)
+            finally:
+                left.update(ground.alive())
+                if watching is not None:
+                    watching.cancel()
     finally:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.remove_signal_handler(number)
+
+
+async def _watch(ground: Ground, alive: Callable[[dict[str, int]], None]) -> None:
+    said: dict[str, int] = {}
+    while True:
+        found = ground.alive()
+        if found != said:
+            alive(found)
+            said = found
+        await asyncio.sleep(_LOOK_SECONDS)
 
 
 async def _run(

@@ -91,6 +91,8 @@ def command(
         on_call=_show_call if log_calls else None,
     )
 
+    table = None if program or as_json else _Table(limit, moving=not log_calls)
+
     def ready(described: dict[str, Any]) -> None:
         if program:
             if network != "none":
@@ -101,35 +103,79 @@ def command(
         else:
             for name, value in described["environment"].items():
                 click.echo(f"export {name}={shlex.quote(value)}")
-            _show_table(described, limit)
         sys.stdout.flush()
+        if table is not None:
+            table.show(described)
 
-    context.exit(serve(settings, ready=ready, command=program))
+    def ended(left: dict[str, int]) -> None:
+        said = ", ".join(f"{count} of {name}" for name, count in left.items() if count)
+        if said:
+            when = "when the command ended" if program else "at the end"
+            click.echo(f"lowtide emulate: sandboxes alive {when}, and ended: {said}", err=True)
+
+    try:
+        alive = table.update if table is not None and table.moves else None
+        code = serve(settings, ready=ready, command=program, alive=alive, ended=ended)
+    finally:
+        if table is not None:
+            table.close()
+    context.exit(code)
 
 
-def _show_table(described: dict[str, Any], limit: int) -> None:
-    """On standard error, so that the export lines can go to a file."""
-    from rich.console import Console
-    from rich.table import Table
+class _Table:
+    """On standard error, so that the export lines can go to a file. In a terminal it is kept up to date in its place."""
 
-    table = Table(box=None, pad_edge=False)
-    for title in ("service", "address", "sets"):
-        table.add_column(title, overflow="fold")
-    for name, url in described["providers"].items():
-        mine = [key for key in described["environment"] if key.startswith(name.upper())]
-        table.add_row(name, url, " ".join(mine))
-    others = [
-        key
-        for key in described["environment"]
-        if not key.startswith(tuple(map(str.upper, described["providers"])))
-    ]
-    if others:
-        table.add_row("proxy", described["admin"]["url"].removesuffix("/_lowtide"), " ".join(others))
-    console = Console(stderr=True, highlight=False)
-    console.print(table)
-    console.print(
-        f"at most {limit} sandboxes, network: {described['network']}; Ctrl+C ends it and every sandbox"
-    )
+    def __init__(self, limit: int, *, moving: bool) -> None:
+        from rich.console import Console
+
+        self._limit = limit
+        self._console = Console(stderr=True, highlight=False)
+        self.moves = moving and self._console.is_terminal
+        self._described: dict[str, Any] = {}
+        self._live: Any = None
+
+    def show(self, described: dict[str, Any]) -> None:
+        self._described = described
+        if not self.moves:
+            self._console.print(self._made({}))
+            return
+        from rich.live import Live
+
+        self._live = Live(self._made({}), console=self._console, auto_refresh=False)
+        self._live.start(refresh=True)
+
+    def update(self, alive: dict[str, int]) -> None:
+        if self._live is not None:
+            self._live.update(self._made(alive), refresh=True)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def _made(self, alive: dict[str, int]) -> Any:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        described = self._described
+        table = Table(box=None, pad_edge=False)
+        for title in ("service", "address", "sets"):
+            table.add_column(title, overflow="fold")
+        table.add_column("sandboxes", justify="right")
+        for name, url in described["providers"].items():
+            mine = [key for key in described["environment"] if key.startswith(name.upper())]
+            table.add_row(name, url, " ".join(mine), str(alive.get(name, 0)))
+        others = [
+            key
+            for key in described["environment"]
+            if not key.startswith(tuple(map(str.upper, described["providers"])))
+        ]
+        if others:
+            proxy = described["admin"]["url"].removesuffix("/_lowtide")
+            table.add_row("proxy", proxy, " ".join(others))
+        network = described["network"]
+        bounds = f"at most {self._limit} sandboxes, network: {network}; Ctrl+C ends it and every sandbox"
+        return Group(table, Text(bounds))
 
 
 def _show_call(call: AnsweredCall) -> None:
