@@ -161,6 +161,21 @@ def test_packages_this_machine_does_not_have_are_left_out_where_the_user_says_so
     asyncio.run(check())
 
 
+def test_files_are_copied_as_root_where_the_user_may_not(tmp_path: Path) -> None:
+    recipe = "FROM x\nRUN groupadd -f user && useradd -m user && mkdir /of-root /of-user && chmod 755 /of-root && chmod 777 /of-user"
+    recipe += "\nUSER user\nRUN mkdir /of-user/own\nCOPY a /of-root/a\nCOPY a /of-user/own/a\nRUN cat /of-root/a /of-user/own/a > /tmp/said"
+
+    async def check() -> None:
+        async with building(tmp_path) as (backing, builder):
+            log: list[str] = []
+            steps = dockerfile.steps(recipe)
+            built = await builder.build(steps, log=log.append, context=context(a="one "))
+            assert await read(backing, built, "/tmp/said") == "one one ", log
+            assert "useradd: user is there already\n" in "".join(log)
+
+    asyncio.run(check())
+
+
 def test_a_step_that_fails_says_why_in_its_own_words_and_leaves_nothing(tmp_path: Path) -> None:
     async def check() -> None:
         async with building(tmp_path) as (backing, builder):

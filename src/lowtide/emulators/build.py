@@ -273,47 +273,68 @@ class Builder:
             around = Surroundings() if step.apart else step.around
             root = not around.user or around.user in ("root", "0")
             account = ("0:0" if root else around.user) if users_are_real() else None
-            handle = await backing.start(
-                sandbox_id,
-                argv,
-                cwd=around.workdir or "/",
-                user=account,
-                environment=_environment(step, around),
-                stdin=given is not None,
-            )
-            try:
-                async with asyncio.timeout(LONGEST_STEP_SECONDS):
-                    if given is not None:
-                        with contextlib.suppress(BrokenPipeError):
-                            for piece in _pieces(given):
-                                await handle.write_stdin(piece)
-                            await handle.close_stdin()
-                    line = b""
-                    async for _, data in handle.output():
-                        whole, newline, line = (line + data).rpartition(b"\n")
-                        if len(line) > _LONGEST_LINE:
-                            whole, newline, line = whole + newline + line, b"\n", b""
-                        if newline:
-                            log((whole + newline).decode(errors="replace"))
-                    if line:
-                        log(line.decode(errors="replace") + "\n")
-                    code = await handle.wait()
-            except ValidationError as error:
-                if error.argument != "user":
-                    raise
-                raise BuildFailed(
-                    f"{step.shown[:200]}: {error}", unknown_user=around.user, step=step
-                ) from None
-            except TimeoutError:
-                raise BuildFailed(f"{step.shown[:200]}: not done in {LONGEST_STEP_SECONDS:.0f} s") from None
-            finally:
-                await handle.aclose()
+            if given is not None and account not in (None, "0:0"):
+                # COPY is root's, whoever runs what follows; but root has no way around permissions here, and the user's
+                # own directories take files from the user alone.
+                heard: list[str] = []
+                code = await self._run(sandbox_id, argv, step, around, account, heard.append, given)
+                if code != 0:
+                    code = await self._run(sandbox_id, argv, step, around, "0:0", log, given)
+                else:
+                    log("".join(heard))
+            else:
+                code = await self._run(sandbox_id, argv, step, around, account, log, given)
             if code != 0:
                 raise BuildFailed(f"{step.shown[:200]}: exit code {code}")
             return await backing.stop(sandbox_id)
         except BaseException:
             await backing.destroy(sandbox_id)
             raise
+
+    async def _run(
+        self,
+        sandbox_id: str,
+        argv: tuple[str, ...],
+        step: Step,
+        around: Surroundings,
+        account: str | None,
+        log: Log,
+        given: Content | None,
+    ) -> int:
+        """One program of a step, with what it says in the log; its exit code."""
+        handle = await self._backing.start(
+            sandbox_id,
+            argv,
+            cwd=around.workdir or "/",
+            user=account,
+            environment=_environment(step, around),
+            stdin=given is not None,
+        )
+        try:
+            async with asyncio.timeout(LONGEST_STEP_SECONDS):
+                if given is not None:
+                    with contextlib.suppress(BrokenPipeError):
+                        for piece in _pieces(given):
+                            await handle.write_stdin(piece)
+                        await handle.close_stdin()
+                line = b""
+                async for _, data in handle.output():
+                    whole, newline, line = (line + data).rpartition(b"\n")
+                    if len(line) > _LONGEST_LINE:
+                        whole, newline, line = whole + newline + line, b"\n", b""
+                    if newline:
+                        log((whole + newline).decode(errors="replace"))
+                if line:
+                    log(line.decode(errors="replace") + "\n")
+                return await handle.wait()
+        except ValidationError as error:
+            if error.argument != "user":
+                raise
+            raise BuildFailed(f"{step.shown[:200]}: {error}", unknown_user=around.user, step=step) from None
+        except TimeoutError:
+            raise BuildFailed(f"{step.shown[:200]}: not done in {LONGEST_STEP_SECONDS:.0f} s") from None
+        finally:
+            await handle.aclose()
 
     async def _make_room(self) -> None:
         for key, layer in list(self._layers.items()):

@@ -35,6 +35,7 @@ log = logging.getLogger("lowtide.emulators")
 
 MOST_BYTES = 10 << 30
 _VARIABLE = "LOWTIDE_BUILD_CACHE_MAX_BYTES"
+_LOCK_SECONDS = 10.0
 _SHARE = 0.5  # of what the disk would have free without it
 _KEY = re.compile(r"[0-9a-f]{64}")
 _TREES = ("root", "usr")
@@ -203,8 +204,16 @@ class LayerCache:
     def _locked(self, how: int) -> Iterator[None]:
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(self.directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        until = time.monotonic() + _LOCK_SECONDS
         try:
-            fcntl.flock(fd, how)
+            while True:
+                try:
+                    fcntl.flock(fd, how | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:  # who holds it may have been stopped: no build waits for him for ever
+                    if time.monotonic() > until:
+                        raise TimeoutError(f"{self.directory} is in use by another emulator") from None
+                    time.sleep(0.02)
             yield
         finally:
             os.close(fd)

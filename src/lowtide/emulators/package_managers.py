@@ -39,12 +39,24 @@ echo "$tool: an image is the /usr of this machine, and it does not have:$missing
 echo "Install that on this machine, or build without it: lowtide emulate --packages skip" >&2
 exit 100
 """
+_ACCOUNTS = ("groupadd", "useradd", "addgroup", "adduser")
+# An image here has the accounts that its service gives a sandbox, and recipes for other images make those.
+_ACCOUNT = r"""#!/bin/sh
+tool=${0##*/} file=passwd name=
+for name; do :; done
+case $tool in *group*) file=group ;; esac
+if [ -n "$name" ] && cut -d: -f1 "/etc/$file" | grep -qxF -e "$name"; then echo "$tool: $name is there already"; exit 0; fi
+for place in /usr/sbin /sbin /usr/bin /bin; do [ -x "$place/$tool" ] && exec "$place/$tool" "$@"; done
+echo "$tool: this machine does not have it" >&2
+exit 127
+"""
 _SUDO = '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\nexec "$@"\n'
 _PUT = r"""set -e; mkdir -p "$1"; cd "$1"; shift
-printf %s "$1" > sudo; manager=$2; shift 2
+printf %s "$1" > sudo; manager=$2 account=$3; shift 3
 for name in MANAGERS; do printf %s "$manager" > $name; done
+for name in ACCOUNTS; do printf %s "$account" > $name; done
 printf '%s\n' "$@" > packages
-chmod 755 *""".replace("MANAGERS", " ".join(_MANAGERS))
+chmod 755 *""".replace("MANAGERS", " ".join(_MANAGERS)).replace("ACCOUNTS", " ".join(_ACCOUNTS))
 
 
 def checked(said: str) -> str:
@@ -57,7 +69,7 @@ def checked(said: str) -> str:
 def first_step(mode: str) -> Step:
     """Puts them where every build finds them first. Asks this machine what it has, so it takes a moment."""
     manager = _MANAGER.replace("MODE", mode)
-    argv = ("/bin/sh", "-c", _PUT, "sh", TOOLS, _SUDO, manager, *_in_pieces(_installed()))
+    argv = ("/bin/sh", "-c", _PUT, "sh", TOOLS, _SUDO, manager, _ACCOUNT, *_in_pieces(_installed()))
     return Step(shown="", argv=argv, apart=True)
 
 

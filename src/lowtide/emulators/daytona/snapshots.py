@@ -136,6 +136,12 @@ class Snapshots:
             )
 
     async def push_access(self, request: web.Request) -> web.Response:
+        if self.ground.settings.plain:  # the SDK would try for minutes to send files where it trusts nobody
+            raise Refused(
+                501,
+                "local files in an image (add_local_file, add_local_dir, COPY) are not available with --plain: "
+                "they are sent over TLS, and nothing tells the SDK whom to trust",
+            )
         return web.json_response(await self.storage.access())
 
     async def list_snapshots(self, request: web.Request) -> web.Response:
