@@ -161,6 +161,36 @@ def test_packages_this_machine_does_not_have_are_left_out_where_the_user_says_so
     asyncio.run(check())
 
 
+def test_a_hostile_context_stays_where_it_is_unpacked(tmp_path: Path) -> None:
+    def tar(name: str, kind: bytes, target: str = "") -> bytes:
+        data = io.BytesIO()
+        with tarfile.open(fileobj=data, mode="w") as made:
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, target
+            made.addfile(info)
+            made.addfile(tarfile.TarInfo(f"{name}/below" if kind == tarfile.SYMTYPE else "other"))
+        return data.getvalue()
+
+    async def check() -> None:
+        async with building(tmp_path) as (backing, builder):
+            log: list[str] = []
+            for files, line in (
+                (tar(f"../../../../..{tmp_path}/evil", tarfile.REGTYPE), "COPY . /in"),
+                (tar("link", tarfile.SYMTYPE, str(tmp_path)), "COPY . /in"),
+                (tar("hard", tarfile.LNKTYPE, "/etc/passwd"), "COPY . /in"),
+                (tar("device", tarfile.CHRTYPE), "COPY . /in"),
+                (tar("a", tarfile.REGTYPE), "COPY ../../../etc/hostname /in/"),
+                (b"garbage" * 1000, "COPY a /in/"),
+                (b"\x1f\x8bgarbage", "COPY a /in/"),
+            ):
+                with pytest.raises(BuildFailed):
+                    await builder.build(dockerfile.steps(f"FROM x\n{line}"), log=log.append, context=files)
+            assert backing.count == 0
+        assert [path.name for path in tmp_path.rglob("*evil*")] == []
+
+    asyncio.run(check())
+
+
 def test_files_are_copied_as_root_where_the_user_may_not(tmp_path: Path) -> None:
     recipe = "FROM x\nRUN groupadd -f user && useradd -m user && mkdir /of-root /of-user && chmod 755 /of-root && chmod 777 /of-user"
     recipe += "\nUSER user\nRUN mkdir /of-user/own\nCOPY a /of-root/a\nCOPY a /of-user/own/a\nRUN cat /of-root/a /of-user/own/a > /tmp/said"

@@ -49,9 +49,11 @@ print(sandbox.process.exec("cat /made").result.split())
 async def go_on():
     async with AsyncDaytona() as client:
         (here / "later.txt").write_text("later")
-        more = image.add_local_file("later.txt", "/later.txt")
+        more = image.run_commands("groupadd -r daytona && useradd -r -g daytona -m daytona", "mkdir -p /home/daytona/workspace")
+        more = more.dockerfile_commands(["USER daytona"]).workdir("/home/daytona/workspace").add_local_file("later.txt", "/home/daytona/workspace/later.txt")
         sandbox = await client.create(CreateSandboxFromImageParams(image=more))
-        print((await sandbox.process.exec("cat /made /later.txt")).result.split())
+        print((await sandbox.process.exec("cat /made later.txt")).result.split())
+        print(await sandbox.fs.download_file("later.txt"), await sandbox.get_work_dir(), await sandbox.get_user_home_dir())
 
 asyncio.run(go_on())
 print(os.environ.get("THEIR_OWN"), "SSL_CERT_DIR" in os.environ)
@@ -73,7 +75,8 @@ def test_local_files_of_an_image_are_in_it(tmp_path: Path, monkeypatch: pytest.M
             timeout=200,
         )
     made = ["one", "two", str(6 << 20), "/etc/hostname"]
-    printed = [str(made), str(["one", "two"]), str([*made, "later"]), "ran False"]
+    printed = [str(made), str(["one", "two"]), str([*made, "later"])]
+    printed += ["b'later' /home/daytona/workspace /home/daytona", "ran False"]
     assert [line for line in done.stdout.splitlines() if line in printed] == printed, (
         done.stdout + done.stderr
     )

@@ -29,7 +29,8 @@ const { stdout, stderr } = done
 console.log(JSON.stringify({ stdout, stderr, chunks, listed: listed.length, left: left.length }))
 """
 DAYTONA = """
-import { Daytona } from '@daytonaio/sdk'
+import { Daytona, Image } from '@daytonaio/sdk'
+import { fileURLToPath } from 'url'
 const sandbox = await new Daytona().create({ labels: { from: 'javascript' } })
 const done = await sandbox.process.executeCommand('echo hello; exit 3')
 await sandbox.fs.uploadFile(Buffer.from('content'), 'a.txt')
@@ -45,7 +46,11 @@ for (let n = 0; n < 300 && page !== 'served\\n'; n++) {
   if (!answer.ok) await new Promise((done) => setTimeout(done, 100))
 }
 await sandbox.delete()
-console.log(JSON.stringify({ result: done.result, code: done.exitCode, file, page }))
+const image = Image.base('x').addLocalFile(fileURLToPath(import.meta.url), '/given')
+const built = await new Daytona().create({ image }, { timeout: 0 })
+const given = (await built.process.executeCommand('cat /given')).result.includes('addLocalFile')
+await built.delete()
+console.log(JSON.stringify({ result: done.result, code: done.exitCode, file, page, given }))
 """
 MODAL = """
 import { ModalClient } from 'modal'
@@ -142,7 +147,7 @@ def test_e2bs_javascript_sdk_runs_without_any_setting(packages: Path) -> None:
 
 
 def test_daytonas_typescript_sdk_runs_without_any_setting(packages: Path) -> None:
-    wanted = {"result": "hello\n", "code": 3, "file": "content", "page": "served\n"}
+    wanted = {"result": "hello\n", "code": 3, "file": "content", "page": "served\n", "given": True}
     assert run(packages, "daytona", DAYTONA, "daytona") == wanted
 
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import posixpath
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -268,7 +269,9 @@ class Builder:
                 if not context:
                     raise BuildFailed(f"{step.shown}: there is no build context")
                 unpack = "-xzf" if _start(context) == b"\x1f\x8b" else "-xf"
-                argv = ("/bin/sh", "-c", _COPY, "sh", unpack, step.target, *step.sources)
+                # What climbs out of the context starts at its top, as it does elsewhere.
+                sources = (posixpath.normpath(f"/{one}").lstrip("/") or "." for one in step.sources)
+                argv = ("/bin/sh", "-c", _COPY, "sh", unpack, step.target, *sources)
                 given = context
             around = Surroundings() if step.apart else step.around
             root = not around.user or around.user in ("root", "0")

@@ -81,6 +81,7 @@ def draft(
         destroy_at=now + expiry * 60 if expiry else None,
         expiry_minutes=expiry,
         base=snapshot.backing_id if snapshot else None,
+        workdir=snapshot.workdir if snapshot else "",
     )
     if build is not None:
         moment = rfc3339(now)
@@ -119,6 +120,7 @@ def copy(source: Sandbox, now: float) -> Sandbox:
         network=dict(source.network),
         volumes=list(source.volumes),
         parent_id=source.sandbox_id,
+        workdir=source.workdir,
         updated_at=now,
         last_activity_at=now,
     )

@@ -25,7 +25,7 @@ class Information:
     def add_calls(self, add: Callable[..., None]) -> None:
         add("GET", "/version", self.version)
         add("GET", "/work-dir", self.directory)
-        add("GET", "/user-home-dir", self.directory)
+        add("GET", "/user-home-dir", self.home)
         add("GET", "/project-dir", self.directory)
         add("POST", "/env", self.set_environment)
         add("GET", "/port", self.ports)
@@ -37,6 +37,9 @@ class Information:
         return web.json_response({"version": "0.226.1"})
 
     async def directory(self, request: web.Request, sandbox: Sandbox) -> web.Response:
+        return web.json_response({"dir": self.machine.work(sandbox)})
+
+    async def home(self, request: web.Request, sandbox: Sandbox) -> web.Response:
         return web.json_response({"dir": self.machine.home(sandbox)})
 
     async def set_environment(self, request: web.Request, sandbox: Sandbox) -> web.Response:

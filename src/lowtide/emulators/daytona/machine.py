@@ -70,6 +70,10 @@ class Machine:
     def home(self, sandbox: Sandbox) -> str:
         return HOMES[sandbox.user]
 
+    def work(self, sandbox: Sandbox) -> str:
+        """Where commands run and relative paths start: the image's WORKDIR, else the home."""
+        return sandbox.workdir or self.home(sandbox)
+
     def environment(self, sandbox: Sandbox, more: Mapping[str, str] | None = None) -> dict[str, str]:
         return {
             "HOME": self.home(sandbox),
@@ -86,12 +90,12 @@ class Machine:
         }
 
     def path(self, sandbox: Sandbox, path: str) -> str:
-        return posixpath.normpath(posixpath.join(self.home(sandbox), path))
+        return posixpath.normpath(posixpath.join(self.work(sandbox), path))
 
     async def directory(self, sandbox: Sandbox, cwd: str | None) -> str:
         """Where a command runs. Refused when there is no such directory."""
         if not cwd:
-            return self.home(sandbox)
+            return self.work(sandbox)
         where = self.path(sandbox, cwd)
         try:
             answer, _ = await (await self.agent(sandbox)).ask("stat", path=where)
@@ -164,7 +168,7 @@ class Machine:
                         self.ground.backing,
                         sandbox.backing,
                         user=self.account(sandbox),
-                        home=self.home(sandbox),
+                        home=self.work(sandbox),
                     )
         return sandbox.agent
 

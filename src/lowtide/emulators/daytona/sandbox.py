@@ -93,6 +93,8 @@ class Sandbox:
     build_log: list[str] = field(default_factory=list)
     built: Built | None = None
     """Held until it is deleted."""
+    workdir: str = ""
+    """Of its image; empty: the user's home."""
     parent_id: str | None = None
     linked_id: str | None = None
 

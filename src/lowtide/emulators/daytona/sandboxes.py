@@ -119,7 +119,7 @@ class Sandboxes(Changes):
         if sandbox.sandbox_id not in self.table:  # deleted meanwhile
             self.ground.builder.release(sandbox.built)
             return
-        sandbox.base = sandbox.built.snapshot
+        sandbox.base, sandbox.workdir = sandbox.built.snapshot, sandbox.built.around.workdir
         sandbox.environment = {**sandbox.built.around.environment, **sandbox.environment}
         await self._boot(sandbox, wait)
 

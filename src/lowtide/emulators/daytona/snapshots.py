@@ -58,6 +58,7 @@ class Snapshot:
     log: list[str] = field(default_factory=list)
     error: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    workdir: str = ""
     built: Built | None = None
     """Held until it is deleted."""
 
@@ -109,6 +110,7 @@ class Snapshots:
             memory=source.memory,
             disk=source.disk,
             source_id=source.sandbox_id,
+            workdir=source.workdir,
             created_at=self.ground.clock.now(),
         )
         self.table[made.snapshot_id] = made
@@ -212,6 +214,7 @@ class Snapshots:
             self.ground.builder.release(built)
             return
         made.built, made.backing_id, made.environment = built, built.snapshot, dict(built.around.environment)
+        made.workdir = built.around.workdir
         made.state = "active"
 
     async def aclose(self) -> None:
