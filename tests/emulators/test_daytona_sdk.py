@@ -55,12 +55,6 @@ def test_a_sandbox_runs_and_is_found_by_id_name_and_label(
     assert list(daytona_client.list(query)) == []
 
 
-def test_local_files_in_an_image_are_refused_with_what_to_do_instead(daytona_client: Any) -> None:
-    image = sdk.Image.base("python:3.12").add_local_file(__file__, "/x")
-    with pytest.raises(sdk.DaytonaError, match=r"not available in the emulator.*upload_file"):
-        daytona_client.create(sdk.CreateSandboxFromImageParams(image=image))
-
-
 def test_a_name_is_unique_until_its_sandbox_is_deleted(daytona_create: Create, daytona_client: Any) -> None:
     name = f"box-{daytona_create.mark}"
     first = daytona_create(name=name)

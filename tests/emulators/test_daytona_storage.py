@@ -18,6 +18,7 @@ import lowtide.emulators
 from lowtide.emulators.daytona import storage
 from lowtide.emulators.handle import Handle
 from lowtide.testing import emulator
+from tests.emulators.conftest import daytona_config
 
 pytest.importorskip("daytona")
 
@@ -91,6 +92,15 @@ def test_local_files_in_the_process_that_holds_the_emulator(tmp_path: Path) -> N
         sandbox = sdk.Daytona().create(sdk.CreateSandboxFromImageParams(image=image), timeout=0)
         assert sandbox.process.exec("cat /a.txt").result == "given"
     assert dict(os.environ) == before
+
+
+def test_without_certificates_local_files_are_refused_with_what_to_do_instead(tmp_path: Path) -> None:
+    sdk: Any = pytest.importorskip("daytona")
+    with emulator("daytona", plain=True, home=tmp_path) as handle:
+        image = sdk.Image.base("python:3.12").add_local_file(__file__, "/x")
+        client = sdk.Daytona(daytona_config(handle))
+        with pytest.raises(sdk.DaytonaError, match=r"not available with --plain.*upload_file"):
+            client.create(sdk.CreateSandboxFromImageParams(image=image), timeout=0)
 
 
 def asked(handle: Handle, method: str, url: str, **headers: str) -> tuple[int, str]:

@@ -138,11 +138,12 @@ class Snapshots:
             )
 
     async def push_access(self, request: web.Request) -> web.Response:
-        if self.ground.settings.plain:  # the SDK would try for minutes to send files where it trusts nobody
+        if self.ground.settings.plain:  # the SDK would not say why it cannot send them
             raise Refused(
                 501,
                 "local files in an image (add_local_file, add_local_dir, COPY) are not available with --plain: "
-                "they are sent over TLS, and nothing tells the SDK whom to trust",
+                "they are sent over TLS, and nothing tells the SDK whom to trust. Write them with run_commands, or "
+                "upload them to the sandbox with fs.upload_file",
             )
         return web.json_response(await self.storage.access())
 
