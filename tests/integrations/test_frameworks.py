@@ -58,13 +58,16 @@ def test_the_frameworks_own_suite_passes(name: str, provider: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted({suite for suite, _, _ in FRAMEWORKS.values()}))
-def test_each_framework_has_a_module_a_page_an_extra_and_a_kill(name: str) -> None:
+def test_each_framework_has_a_module_a_page_an_extra_a_kill_and_a_cancellation(name: str) -> None:
     page = {"inspect_ai": "inspect", "deepagents_code": "deepagents"}.get(name, name.replace("_", "-"))
     assert (ROOT / f"src/lowtide/integrations/{name}.py").exists()
     assert len((ROOT / f"docs/integrations/{page}.md").read_text().splitlines()) <= 40
     assert f"\n{page} = [" in (ROOT / "pyproject.toml").read_text()
     suite = (ROOT / f"tests/integrations/suites/suite_{name}.py").read_text()
     assert "killed_in_the_middle(" in suite
+    assert (
+        "suites.cancels import " in suite or name == "openhands"
+    )  # whose calls go to a server in the sandbox
     assert "page_runs(" in suite or name in (
         "deepagents_code",
         "openhands",

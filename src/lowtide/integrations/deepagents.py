@@ -11,6 +11,7 @@ from deepagents.backends.protocol import ExecuteResponse, FileDownloadResponse, 
 from deepagents.backends.sandbox import BaseSandbox
 
 from lowtide import errors
+from lowtide.integrations.blocking import finished
 from lowtide.sandbox import Sandbox
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class LowtideBackend(BaseSandbox):
     def execute(self, command: str, *, timeout: int | None = None) -> ExecuteResponse:
         """A line for sh; stdout and stderr in one. 0 is no time limit; 124 says that it ran out."""
         try:
-            return _response(self._start(command, timeout).result())
+            return _response(finished(self._start(command, timeout)))
         except (errors.CommandTimeoutError, errors.OutputLimitError) as error:
             return _cut_off(error)
 

@@ -6,7 +6,7 @@ ADK's `BaseEnvironment` is experimental: it may change between its releases.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from google.adk.environment import BaseEnvironment, ExecutionResult
 
@@ -26,6 +26,14 @@ class LowtideEnvironment(BaseEnvironment):
         self._options = options
         self._sandbox = Sandbox(**options)
         self._working_dir: Path | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """An agent is copied and pickled with what it has; the copy makes a sandbox of its own."""
+        return {**self.__dict__, "_sandbox": None, "_working_dir": None, "_is_initialized": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._sandbox = Sandbox(**self._options)
 
     @property
     def working_dir(self) -> Path:
@@ -47,8 +55,9 @@ class LowtideEnvironment(BaseEnvironment):
             self.is_initialized = True
 
     async def close(self) -> None:
-        """End it. A failure is raised; any number of times."""
+        """End it. A failure is raised; any number of times. A toolset that is used again initializes it again."""
         await self._sandbox.stop()
+        self._sandbox, self._working_dir = Sandbox(**self._options), None
         self.is_initialized = False
 
     async def execute(self, command: str, *, timeout: float | None = None) -> ExecutionResult:

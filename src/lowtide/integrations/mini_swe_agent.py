@@ -10,6 +10,7 @@ from minisweagent.utils.serialize import recursive_merge
 from pydantic import BaseModel
 
 from lowtide import errors
+from lowtide.integrations.blocking import finished
 from lowtide.sandbox import Sandbox
 
 _SUBMITTED = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
@@ -46,9 +47,11 @@ class LowtideEnvironment:
         """Run the action's command; both streams in one. An error of the sandbox is told to the model, as others' are."""
         argv = [*self.config.interpreter, f"exec 2>&1\n{action.get('command', '')}"]
         try:
-            done = self.sandbox.exec(
-                argv, cwd=cwd or self.config.cwd or None, timeout_seconds=timeout or self.config.timeout
-            ).result()
+            done = finished(
+                self.sandbox.exec(
+                    argv, cwd=cwd or self.config.cwd or None, timeout_seconds=timeout or self.config.timeout
+                )
+            )
             output = {
                 "output": done.stdout + done.stderr,
                 "returncode": done.returncode,

@@ -74,13 +74,20 @@ class Terminals:
         self, process: Process, tty: bool, yield_seconds: float | None, max_tokens: int | None
     ) -> PtyExecUpdate:
         """Take over a command that was just started."""
-        await self._make_room()
-        terminal = Terminal(process, tty)
-        number = allocate_pty_process_id(set(self.running))
-        self.running[number] = terminal
-        terminal.reading = _started(terminal.read())
-        wait_ms = clamp_pty_yield_time_ms(_START_MS if yield_seconds is None else int(yield_seconds * 1000))
-        return await self._update(number, terminal, wait_ms, max_tokens)
+        number = None
+        try:
+            await self._make_room()
+            terminal = Terminal(process, tty)
+            number = allocate_pty_process_id(set(self.running))
+            self.running[number] = terminal
+            terminal.reading = _started(terminal.read())
+            wait = _START_MS if yield_seconds is None else int(yield_seconds * 1000)
+            return await self._update(number, terminal, clamp_pty_yield_time_ms(wait), max_tokens)
+        except BaseException:  # given up before anybody heard its number: nobody else could end it
+            if number is not None:
+                self.running.pop(number, None)
+            process.cancel()
+            raise
 
     async def write(
         self,

@@ -18,6 +18,7 @@ from smolagents.tools import get_tools_definition_code
 from smolagents.utils import AgentError
 
 from lowtide import errors
+from lowtide.integrations.blocking import finished
 from lowtide.sandbox import Sandbox
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class LowtideExecutor(RemotePythonExecutor):
     def run_code_raise_errors(self, code: str) -> CodeOutput:
         """Run it; what the code raised is an `AgentError` that the model is told of."""
         try:
-            ran = self.sandbox.run_code(code, timeout_seconds=self._timeout_seconds).result()
+            ran = finished(self.sandbox.run_code(code, timeout_seconds=self._timeout_seconds))
         except errors.CommandTimeoutError as error:
             raise AgentError(str(error), self.logger) from error
         if ran.error:
@@ -97,7 +98,7 @@ class LowtideExecutor(RemotePythonExecutor):
         """With pip, in the sandbox: it needs a network that reaches an index."""
         if additional_imports:
             names = ["pillow" if name == "PIL" else name for name in additional_imports]
-            done = self.sandbox.exec(["python3", "-m", "pip", "install", "-q", *names]).result()
+            done = finished(self.sandbox.exec(["python3", "-m", "pip", "install", "-q", *names]))
             if done.returncode != 0:
                 raise AgentError(
                     f"pip could not install {', '.join(additional_imports)}: {done.stderr}", self.logger

@@ -47,7 +47,12 @@ def open_leases() -> list[tuple[str, str]]:
         return []
     with contextlib.closing(sqlite3.connect(f"file:{ledger}?mode=ro", uri=True, timeout=30)) as database:
         query = "SELECT sandbox_id, tags FROM lease WHERE state NOT IN ('gone', 'handed-over')"
-        return [(str(sandbox), str(tags)) for sandbox, tags in database.execute(query)]
+        try:
+            return [(str(sandbox), str(tags)) for sandbox, tags in database.execute(query)]
+        except sqlite3.OperationalError as error:  # it has just been made
+            if "no such table" not in str(error):
+                raise
+            return []
 
 
 def killed_in_the_middle(program: str, tmp_path: Path) -> None:

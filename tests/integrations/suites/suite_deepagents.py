@@ -15,6 +15,8 @@ from langchain_tests.integration_tests import SandboxIntegrationTests
 
 from lowtide import Sandbox
 from lowtide.integrations.deepagents import LowtideBackend
+from tests.integrations.suites.cancels import *  # noqa: F403 - the cases that all adapters share
+from tests.integrations.suites.cancels import Adapter, interrupted
 from tests.integrations.suites.kills import READY, killed_in_the_middle, page_runs
 from tests.integrations.suites.own_home import PROVIDER
 
@@ -29,6 +31,28 @@ LAGGING = (
     "test_glob_with_question_mark",
 )
 """What fails for any `BaseSandbox` on deepagents 0.7: the suite is of before its relative globs and replacing writes."""
+
+
+@pytest.fixture
+def adapter() -> Adapter:
+    async def make() -> LowtideBackend:
+        return await LowtideBackend(provider=PROVIDER).__aenter__()
+
+    async def end(backend: LowtideBackend) -> None:
+        await backend.stop()
+
+    return Adapter(
+        make=make,
+        run=LowtideBackend.aexecute,
+        put=lambda backend, path, data: backend.aupload_files([(path, data)]),
+        end=end,
+    )
+
+
+def test_ctrl_c_in_the_middle_of_a_command_ends_it() -> None:
+    with LowtideBackend(provider=PROVIDER) as backend:
+        interrupted(backend.execute)
+        assert backend.execute("echo next").output == "next\n"
 
 
 class TestStandard(SandboxIntegrationTests):

@@ -9,6 +9,7 @@ from deepagents_code.integrations.sandbox_factory import create_sandbox
 from deepagents_code.integrations.sandbox_provider import SandboxNotFoundError
 
 from lowtide.integrations.deepagents_code import WORKING_DIR, LowtideProvider
+from tests.integrations.suites.cancels import interrupted
 from tests.integrations.suites.kills import READY, killed_in_the_middle, shown
 from tests.integrations.suites.own_home import PROVIDER
 
@@ -20,6 +21,12 @@ def test_it_is_found_and_the_sandbox_ends_with_its_block() -> None:
         with create_sandbox("lowtide", sandbox_id=backend.id) as again:
             assert again.id == backend.id
     assert shown() == []
+
+
+def test_ctrl_c_in_the_middle_of_a_command_ends_it() -> None:
+    with create_sandbox("lowtide", params={"provider": PROVIDER}) as backend:
+        interrupted(backend.execute)
+        assert backend.execute("echo next").output == "next\n"
 
 
 def test_one_that_does_not_exist_is_an_error_and_never_made() -> None:

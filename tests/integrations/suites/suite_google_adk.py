@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from google.adk.tools.environment import EnvironmentToolset
 
 from lowtide import Sandbox
 from lowtide.integrations.google_adk import LowtideEnvironment
-from tests.integrations.suites.kills import READY, killed_in_the_middle, page_runs
+from tests.integrations.suites.cancels import *  # noqa: F403 - the cases that all adapters share
+from tests.integrations.suites.cancels import Adapter
+from tests.integrations.suites.kills import READY, killed_in_the_middle, open_leases, page_runs
 from tests.integrations.suites.own_home import PROVIDER
 
-pytestmark = pytest.mark.asyncio
+
+@pytest.fixture
+def adapter() -> Adapter:
+    async def make() -> LowtideEnvironment:
+        environment = LowtideEnvironment(provider=PROVIDER)
+        await environment.initialize()
+        return environment
+
+    async def put(environment: LowtideEnvironment, path: str, data: bytes) -> None:
+        await environment.write_file(Path(path), data)
+
+    return Adapter(make=make, run=LowtideEnvironment.execute, put=put, end=LowtideEnvironment.close)
 
 
 async def test_commands_files_time_limit_and_end() -> None:
@@ -51,6 +67,18 @@ async def test_an_initialize_that_is_cancelled_leaves_nothing_and_may_be_tried_a
     assert await Sandbox.list(tags=["half-way"], provider=PROVIDER) == []
     await environment.initialize()
     await environment.close()
+
+
+async def test_a_toolset_that_was_closed_and_is_used_again_gets_a_new_sandbox_and_so_does_a_copy() -> None:
+    toolset = EnvironmentToolset(environment=LowtideEnvironment(provider=PROVIDER))
+    copies = [copy.deepcopy(toolset), pickle.loads(pickle.dumps(toolset))]
+    for one in (toolset, toolset, *copies):
+        execute = (await one.get_tools())[0]
+        ran = await execute.run_async(args={"command": "mkdir /tmp/made && echo new"}, tool_context=None)
+        assert "new" in str(ran), ran
+        assert len(open_leases()) == 1
+        await one.close()
+        assert open_leases() == []
 
 
 async def test_the_page_runs(tmp_path: Path) -> None:

@@ -10,8 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harbor.models.task.config import EnvironmentConfig
+from harbor.models.trial.paths import TrialPaths
 
 from lowtide import Sandbox
+from lowtide.integrations.harbor import LowtideEnvironment
+from tests.integrations.suites.cancels import *  # noqa: F403 - the cases that all adapters share
+from tests.integrations.suites.cancels import Adapter
 from tests.integrations.suites.kills import READY, killed_in_the_middle, page_runs, shown
 from tests.integrations.suites.own_home import PROVIDER
 
@@ -34,6 +39,29 @@ def task(tmp_path: Path) -> Path:
         file.write_text(text)
         file.chmod(0o755)
     return place
+
+
+@pytest.fixture
+def adapter(task: Path) -> Adapter:
+    async def make() -> LowtideEnvironment:
+        environment = LowtideEnvironment(
+            environment_dir=task / "environment",
+            environment_name="task",
+            session_id="session",
+            trial_paths=TrialPaths(task.parent / "trial"),
+            task_env_config=EnvironmentConfig(),
+            provider=PROVIDER,
+        )
+        await environment.start(force_build=False)
+        return environment
+
+    async def put(environment: LowtideEnvironment, path: str, data: bytes) -> None:
+        (task / "file").write_bytes(data)
+        await environment.upload_file(task / "file", path)
+
+    return Adapter(
+        make=make, run=LowtideEnvironment.exec, put=put, end=lambda environment: environment.stop(delete=True)
+    )
 
 
 def trials(task: Path, agent: str, *arguments: str, provider: str = PROVIDER) -> list[dict[str, Any]]:

@@ -13,15 +13,31 @@ from inspect_ai.model import Model, ModelOutput, ModelUsage, get_model
 from inspect_ai.scorer import includes
 from inspect_ai.solver import generate, use_tools
 from inspect_ai.tool import bash
-from inspect_ai.util import SandboxEnvironmentSpec
+from inspect_ai.util import SandboxEnvironment, SandboxEnvironmentSpec
 from inspect_ai.util._sandbox import self_check
 
 from lowtide import Sandbox
 from lowtide.integrations.inspect_ai import TAG, LowtideConfig, LowtideSandboxEnvironment
+from tests.integrations.suites.cancels import *  # noqa: F403 - the cases that all adapters share
+from tests.integrations.suites.cancels import Adapter
 from tests.integrations.suites.kills import READY, killed_in_the_middle, page_runs, shown
 from tests.integrations.suites.own_home import PROVIDER
 
-pytestmark = pytest.mark.asyncio
+
+@pytest.fixture
+def adapter() -> Adapter:
+    async def make() -> dict[str, SandboxEnvironment]:
+        return await LowtideSandboxEnvironment.sample_init("check", LowtideConfig(provider=PROVIDER), {})
+
+    async def end(made: dict[str, SandboxEnvironment]) -> None:
+        await LowtideSandboxEnvironment.sample_cleanup("check", None, made, False)
+
+    return Adapter(
+        make=make,
+        run=lambda made, command: made["default"].exec(["sh", "-c", command]),
+        put=lambda made, path, data: made["default"].write_file(path, data),
+        end=end,
+    )
 
 
 @pytest.fixture

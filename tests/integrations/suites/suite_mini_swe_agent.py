@@ -11,6 +11,7 @@ from minisweagent.exceptions import Submitted
 from minisweagent.models.test_models import DeterministicModel, make_output
 
 from lowtide.integrations.mini_swe_agent import LowtideEnvironment
+from tests.integrations.suites.cancels import interrupted
 from tests.integrations.suites.kills import READY, killed_in_the_middle, page_runs
 from tests.integrations.suites.own_home import PROVIDER
 
@@ -36,6 +37,13 @@ def test_output_exit_code_time_limit_and_submission() -> None:
             environment.execute({"command": "echo 42 > /tmp/answer; " + SUBMIT})
         assert environment.get_template_vars(task="t")["env"] == {"WORD": "set"}
         assert environment.serialize()["info"]["config"]["environment"]["provider"] == PROVIDER
+
+
+def test_ctrl_c_in_the_middle_of_a_command_ends_it() -> None:
+    # its interactive agent takes that for a pause, and goes on
+    with LowtideEnvironment(provider=PROVIDER, timeout=1000) as environment:
+        interrupted(lambda command: environment.execute({"command": command}))
+        assert environment.execute({"command": "echo next"})["output"] == "next\n"
 
 
 def test_an_agent_submits_what_it_made_in_the_sandbox() -> None:

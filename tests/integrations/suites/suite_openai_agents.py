@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,36 @@ from agents import RunConfig, Runner
 from agents.sandbox import Manifest, SandboxAgent, SandboxRunConfig
 from agents.sandbox.capabilities import Shell
 from agents.sandbox.entries import File
+from agents.sandbox.session import SandboxSession
 from agents.sandbox.snapshot import LocalSnapshotSpec
 from agents.testing import ScriptedModel, assistant_message, function_call
 
 from lowtide.integrations.openai_agents import LowtideSandboxClient, LowtideSandboxClientOptions
+from tests.integrations.suites.cancels import *  # noqa: F403 - the cases that all adapters share
+from tests.integrations.suites.cancels import Adapter
 from tests.integrations.suites.kills import READY, killed_in_the_middle, page_runs, shown
 from tests.integrations.suites.own_home import PROVIDER
 
-pytestmark = pytest.mark.asyncio
+
+@pytest.fixture(params=["exec", "terminal"])
+def adapter(request: pytest.FixtureRequest) -> Adapter:
+    client = LowtideSandboxClient()
+
+    async def make() -> SandboxSession:
+        return await client.create(options=options())
+
+    async def run(session: SandboxSession, command: str) -> None:
+        if request.param == "exec":
+            await session.exec(command)
+        else:
+            await session.pty_exec_start(command, yield_time_s=30)
+
+    return Adapter(
+        make=make,
+        run=run,
+        put=lambda session, path, data: session.write(Path(f"/workspace/{path}"), io.BytesIO(data)),
+        end=client.delete,
+    )
 
 
 def options(**sandbox: Any) -> LowtideSandboxClientOptions:

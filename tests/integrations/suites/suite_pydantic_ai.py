@@ -14,6 +14,8 @@ from pydantic_ai.workspaces.conformance import WorkspaceBackendSuite
 
 from lowtide import Sandbox
 from lowtide.integrations.pydantic_ai import LowtideBackend, LowtideWorkspaces
+from tests.integrations.suites.cancels import *  # noqa: F403 - the cases that all adapters share
+from tests.integrations.suites.cancels import Adapter
 from tests.integrations.suites.kills import READY, killed_in_the_middle, page_runs, shown
 from tests.integrations.suites.own_home import PROVIDER
 
@@ -21,6 +23,25 @@ from tests.integrations.suites.own_home import PROVIDER
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture
+def adapter() -> Adapter:
+    async def make() -> LowtideBackend:
+        backend = LowtideBackend(provider=PROVIDER)
+        try:
+            await backend.run(["true"])  # the first use makes it
+        except BaseException:
+            await backend.stop()
+            raise
+        return backend
+
+    return Adapter(
+        make=make,
+        run=lambda backend, command: backend.run(command, shell=True),
+        put=LowtideBackend.write_bytes,
+        end=LowtideBackend.stop,
+    )
 
 
 class TestBackend(WorkspaceBackendSuite):

@@ -17,6 +17,7 @@ from smolagents.utils import AgentError
 
 from lowtide import Sandbox
 from lowtide.integrations.smolagents import LowtideExecutor
+from tests.integrations.suites.cancels import interrupted
 from tests.integrations.suites.kills import READY, killed_in_the_middle, page_runs
 from tests.integrations.suites.own_home import PROVIDER
 
@@ -85,6 +86,12 @@ def test_what_the_code_raises_is_an_agent_error_and_the_state_stays(
 def test_out_of_time_is_an_agent_error() -> None:
     with LowtideExecutor(provider=PROVIDER, timeout_seconds=1) as made, pytest.raises(AgentError):
         made("import time; time.sleep(1000)")
+
+
+def test_ctrl_c_in_the_middle_of_a_step_ends_it(executor: LowtideExecutor) -> None:
+    executor("kept = 1")
+    interrupted(lambda command: executor(f"import os; os.system({command!r})"))
+    assert executor("1 + 1").output == "2"
 
 
 def test_cleanup_is_calm(executor: LowtideExecutor) -> None:
