@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import fcntl
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -369,6 +371,41 @@ def test_a_client_that_leaves_takes_everything_with_it(home: Path) -> None:
         assert shown(home) == []
 
 
+def test_a_client_that_closes_our_input_and_reads_nothing_holds_neither_sandboxes_nor_the_server(
+    home: Path,
+) -> None:
+    command = [sys.executable, "-m", "lowtide", "mcp", "-p", "local"]
+    flood = {"name": "run_command", "arguments": {"command": "head -c 60000 /dev/zero | tr '\\0' x"}}
+    told = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "t", "version": "1"}}
+    said: list[dict[str, Any]] = [{"id": 0, "method": "initialize", "params": told}]
+    said += [{"method": "notifications/initialized"}]
+    said += [{"id": n, "method": "tools/call", "params": flood} for n in range(1, 4)]
+    with subprocess.Popen(
+        command, env=environment(home), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as server:
+        try:
+            assert server.stdin is not None
+            assert server.stdout is not None
+            server.stdin.write(
+                b"".join(json.dumps({"jsonrpc": "2.0", **one}).encode() + b"\n" for one in said)
+            )
+            server.stdin.flush()
+            deadline = time.monotonic() + 60
+            while waiting(server.stdout) < 60_000:  # one answer is more than a pipe holds
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            server.stdin.close()
+            wait_until_empty(home)
+            assert server.wait(30) == 0
+        finally:
+            server.kill()
+
+
+def waiting(pipe: IO[bytes]) -> int:
+    """How many bytes are in it."""
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4), sys.byteorder)
+
+
 @contextlib.contextmanager
 def http_server(home: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """The server, its address and its token."""
@@ -518,6 +555,12 @@ async def test_over_http_a_session_that_was_guessed_or_has_ended_is_not_found() 
     assert not clients._clients
 
 
+async def test_over_http_a_client_that_names_a_version_as_it_opens_its_session_has_one() -> None:
+    clients = behind()
+    assert await asked(clients, mcp_protocol_version="2025-06-18") == 200
+    assert await asked(clients, mcp_session_id="given", mcp_protocol_version="2025-06-18") == 200
+
+
 async def test_over_http_what_is_no_stream_of_a_session_does_not_shorten_anybodys_patience() -> None:
     clients = behind()
     await asked(clients, "GET", mcp_protocol_version="2026-07-28")
@@ -556,7 +599,7 @@ def test_an_empty_token_lets_nobody_in(home: Path, said: str, monkeypatch: pytes
 def test_print_config_is_what_clients_take(home: Path) -> None:
     import tomllib
 
-    command = [sys.executable, "-m", "lowtide", "mcp", "--memory", "1Gi", "--print-config"]
+    command = [sys.executable, "-m", "lowtide", "--debug", "mcp", "--memory", "1Gi", "--print-config"]
     done = subprocess.run(command, env=environment(home), capture_output=True, text=True, check=True)
     blocks = re.split(r"^# .*\n", done.stdout, flags=re.M)[1:]
     server = json.loads(blocks[0])["mcpServers"]["lowtide"]

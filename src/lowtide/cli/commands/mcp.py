@@ -65,7 +65,7 @@ def command(
     defaults = creation_arguments(**creation)
     SandboxDefaults(**defaults)  # a mistake shows here, and not at the first call
     if print_config:
-        arguments = _without(sys.argv[2:], "--print-config")
+        arguments = _without(sys.argv[sys.argv.index("mcp") + 1 :], "--print-config")
         if port is None:
             click.echo(client_config.stdio_config(arguments))
         else:

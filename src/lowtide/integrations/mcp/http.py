@@ -98,7 +98,8 @@ class Clients:
 
         client.open_requests += 1
         try:
-            await self._app(scope, receive, watch)
+            # Some clients name a version when they open a session, too.
+            await self._app(scope, receive, watch if name else self._opening(watch))
         finally:
             client.open_requests -= 1
             client.quiet_since = time.monotonic()
