@@ -145,7 +145,14 @@ class LowtideSandboxSession(BaseSandboxSession):
         argv, name = self._for_user(self._prepare_exec_command(*command, shell=shell, user=user))
         try:
             process = self._sandbox.exec(
-                argv, timeout_seconds=timeout or None, user=name, tty=tty, stdin=tty, **await self._where()
+                argv,
+                timeout_seconds=timeout or None,
+                user=name,
+                tty=tty,
+                stdin=tty,
+                capture=False,  # it may run for days
+                max_output_bytes=None,
+                **await self._where(),
             )
             return await self._terminals.start(process, tty, yield_time_s, max_output_tokens)
         except errors.LowtideError as error:

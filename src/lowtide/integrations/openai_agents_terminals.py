@@ -24,6 +24,8 @@ from lowtide.errors import LowtideError
 from lowtide.process import Process
 from lowtide.stream import StreamReader
 
+_KEPT_BYTES = 512 << 10
+"""Of what a command printed since the last look: so much of its beginning, and of its end. All would be any amount."""
 _START_MS = 10_000
 _WRITE_MS = 250
 
@@ -41,6 +43,12 @@ class Terminal:
     last_used: float = field(default_factory=time.monotonic)
     exit_code: int | None = None
     reading: asyncio.Task[None] | None = None
+    _passed_on: int = 0
+    """Bytes since the last look that are in `chunks`, or were."""
+    _latest: deque[bytes] = field(default_factory=deque)
+    """What came after those: the end of it, once a look is over."""
+    _latest_bytes: int = 0
+    _dropped_bytes: int = 0
 
     async def read(self) -> None:
         """Until its end: what it prints, then how it ended."""
@@ -60,8 +68,31 @@ class Terminal:
 
     async def _add(self, data: bytes) -> None:
         async with self.lock:
-            self.chunks.append(data)
+            room = max(0, _KEPT_BYTES - self._passed_on)
+            if data[:room]:
+                self.chunks.append(data[:room])
+                self._passed_on += len(data[:room])
+            if data[room:]:
+                self._latest.append(data[room:])
+                self._latest_bytes += len(data[room:])
+            while self._latest_bytes > _KEPT_BYTES:
+                too_many = self._latest_bytes - _KEPT_BYTES
+                oldest = self._latest.popleft()
+                if oldest[too_many:]:
+                    self._latest.appendleft(oldest[too_many:])
+                dropped = min(too_many, len(oldest))
+                self._latest_bytes -= dropped
+                self._dropped_bytes += dropped
         self.arrived.set()
+
+    async def settle(self) -> None:
+        """A look is over: the end of what was printed follows its beginning, and says what is missing between."""
+        async with self.lock:
+            if self._dropped_bytes:
+                self.chunks.append(f"\n[… {self._dropped_bytes} bytes left out …]\n".encode())
+            self.chunks.extend(self._latest)
+            self._latest.clear()
+            self._passed_on = self._latest_bytes = self._dropped_bytes = 0
 
 
 class Terminals:
@@ -123,6 +154,7 @@ class Terminals:
             output_lock=terminal.lock,
             output_notify=terminal.arrived,
             is_done=terminal.closed.is_set,
+            settle_output=terminal.settle,
             yield_time_ms=wait_ms,
             max_output_tokens=max_tokens,
         )

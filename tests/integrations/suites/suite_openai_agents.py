@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,24 @@ async def test_a_command_goes_on_beyond_its_call_and_takes_input_on_a_terminal()
         assert as_user.stdout.strip() in (b"1000", b"0")
     await LowtideSandboxClient().delete(session)
     assert shown() == []
+
+
+async def test_what_a_command_prints_without_end_is_cut_in_the_middle_and_says_so() -> None:
+    client = LowtideSandboxClient()
+    async with await client.create(options=options()) as session:
+        flood = "echo begin; head -c 20000000 /dev/zero | tr '\\0' x; echo end; exec sleep 1000"
+        update = await session.pty_exec_start(flood, yield_time_s=0.3)
+        output = update.output
+        assert len(output) < 2 << 20
+        while not output.endswith(b"end\n"):
+            assert update.process_id is not None
+            update = await session.pty_write_stdin(session_id=update.process_id, chars="", yield_time_s=5)
+            assert len(update.output) < 2 << 20
+            output += update.output
+        assert output.startswith(b"begin\n")
+        left_out = sum(map(int, re.findall(rb"\n\[\xe2\x80\xa6 (\d+) bytes left out", output)))
+        assert left_out + output.count(b"x") == 20000000
+    await client.delete(session)
 
 
 async def test_a_workspace_comes_back_from_its_snapshot_in_a_new_sandbox(tmp_path: Path) -> None:
