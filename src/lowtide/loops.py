@@ -14,8 +14,9 @@ T = TypeVar("T")
 
 def in_trio() -> bool:
     """Whether the caller is a trio task. Imports nothing: a program that runs trio has it loaded."""
-    trio = sys.modules.get("trio")
-    return trio is not None and bool(trio.lowlevel.in_trio_task())
+    # By name and with care: another thread may be importing it just now, and a directory here may have its name.
+    ask = getattr(sys.modules.get("trio.lowlevel"), "in_trio_task", None)
+    return ask is not None and bool(ask())
 
 
 def current_task() -> Any:

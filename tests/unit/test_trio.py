@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import AsyncIterator
 
 import pytest
 import trio
 
-from lowtide import Sandbox, SandboxGone, Session, ValidationError
+from lowtide import Sandbox, SandboxGone, Session, ValidationError, loops
 from lowtide.lifecycle.lease import Outcome
 from lowtide.providers.base import SandboxState
 from lowtide.sandbox import in_event_loop
@@ -101,3 +103,13 @@ def test_an_async_iterable_of_trio_is_refused_with_the_way_out() -> None:
                 sandbox.write_file_streaming("note", chunks())
 
     trio.run(main)
+
+
+def test_a_module_of_that_name_that_is_not_trio_or_only_half_of_it_harms_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "trio.lowlevel", raising=False)
+    monkeypatch.setitem(sys.modules, "trio", types.ModuleType("trio"))
+    assert not loops.in_trio()
+    monkeypatch.setitem(sys.modules, "trio.lowlevel", types.ModuleType("trio.lowlevel"))
+    assert not loops.in_trio()
