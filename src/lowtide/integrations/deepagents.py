@@ -102,10 +102,14 @@ class LowtideBackend(BaseSandbox):
         return self.sandbox.exec(argv, timeout_seconds=limit or None, max_output_bytes=OUTPUT_BYTES)
 
     def _write(self, path: str, data: bytes) -> Operation[None] | str:
-        return self.sandbox.write_file(path, data) if path.startswith("/") else "invalid_path"
+        return self.sandbox.write_file(path, data) if _is_path(path) else "invalid_path"
 
     def _read(self, path: str) -> Operation[bytes] | str:
-        return self.sandbox.read_file(path) if path.startswith("/") else "invalid_path"
+        return self.sandbox.read_file(path) if _is_path(path) else "invalid_path"
+
+
+def _is_path(path: str) -> bool:
+    return path.startswith("/") and "\0" not in path
 
 
 def _response(done: ProcessResult) -> ExecuteResponse:

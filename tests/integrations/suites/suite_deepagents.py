@@ -95,6 +95,16 @@ def test_out_of_time_is_124_with_the_output_so_far_and_zero_is_no_limit() -> Non
         assert backend.execute("echo out; echo err >&2; echo out", timeout=0).output == "out\nerr\nout\n"
 
 
+async def test_a_path_that_is_none_is_an_answer_beside_the_others() -> None:
+    with LowtideBackend(provider=PROVIDER) as backend:
+        paths = ["/tmp/a\nb", "/tmp/a\0b", "b"]
+        uploads = [(path, b"x") for path in paths]
+        for sent in (backend.upload_files(uploads), await backend.aupload_files(uploads)):
+            assert [one.error for one in sent] == [None, "invalid_path", "invalid_path"]
+        for got in (backend.download_files(paths), await backend.adownload_files(paths)):
+            assert [one.content for one in got] == [b"x", None, None]
+
+
 def test_kept_on_request() -> None:
     backend = LowtideBackend(provider=PROVIDER, keep_for_seconds=60)
     name = backend.id
