@@ -12,6 +12,9 @@ from deepagents_code.integrations.sandbox_provider import (
 
 from lowtide import errors
 from lowtide.integrations.deepagents import LowtideBackend
+from lowtide.integrations.other_user import become
+from lowtide.providers import registry
+from lowtide.providers.base import Capability
 from lowtide.sandbox import Sandbox
 
 WORKING_DIR = "/workspace"
@@ -29,7 +32,13 @@ class LowtideProvider(SandboxProvider):
         """A new one, which ends with this process (dcode's server is killed by SIGTERM, and that is enough); or one that exists."""
         if sandbox_id is None:
             backend = LowtideBackend(**{"working_dir": WORKING_DIR, **kwargs})
-            backend.sandbox.start().result()
+            try:
+                backend.sandbox.start().result()
+                if "working_dir" not in kwargs:
+                    _make_working_dir(backend.sandbox)
+            except BaseException:
+                backend.sandbox.stop()  # nobody else has it
+                raise
             return backend
         try:
             return LowtideBackend(Sandbox.from_id(sandbox_id).result())
@@ -39,3 +48,14 @@ class LowtideProvider(SandboxProvider):
     def delete(self, *, sandbox_id: str, **kwargs: Any) -> None:
         """End it, whoever made it; silent when it is gone."""
         Sandbox.delete(sandbox_id, missing_ok=True).result()
+
+
+def _make_working_dir(sandbox: Sandbox) -> None:
+    """Where commands do not run as root (E2B, Daytona), root makes it, open to all: nobody else is in the sandbox."""
+    try:
+        sandbox.make_dir(WORKING_DIR).result()
+    except errors.SandboxPermissionError:
+        make = ["sh", "-c", 'mkdir -p -- "$1" && chmod 0777 -- "$1"', "sh", WORKING_DIR]
+        has_users = Capability.USER in registry.provider_class(sandbox.provider).capabilities
+        argv, user = (make, "root") if has_users else (become("root", make), None)
+        sandbox.exec(argv, user=user, cwd="/", check=True).result()

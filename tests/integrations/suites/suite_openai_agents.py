@@ -29,7 +29,13 @@ def adapter(request: pytest.FixtureRequest) -> Adapter:
     client = LowtideSandboxClient()
 
     async def make() -> SandboxSession:
-        return await client.create(options=options())
+        session = await client.create(options=options())
+        try:
+            await session._inner._prepare_backend_workspace()
+        except BaseException:
+            await client.delete(session)  # as the SDK's runner does
+            raise
+        return session
 
     async def run(session: SandboxSession, command: str) -> None:
         if request.param == "exec":
