@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
+import threading
 from collections.abc import AsyncIterator
 
 from lowtide.errors import SandboxNotFoundError
@@ -23,24 +24,24 @@ _LOOK_SECONDS = 0.05
 
 
 async def read(directory: SandboxDirectory, *, follow: bool, tail_lines: int | None) -> AsyncIterator[bytes]:
-    if directory.info() is None:
+    if await asyncio.to_thread(directory.info) is None:
         raise SandboxNotFoundError(
             f"there is no sandbox {directory.sandbox_id}", provider="local", sandbox_id=directory.sandbox_id
         )
     log = _Log(directory)
     try:
-        ended = not follow or _ended(directory)  # asked first: what was printed before that is in the log
-        data, cut = log.more()
+        ended, data, cut = await asyncio.to_thread(log.more)
+        ended = ended or not follow
         data = last_lines(data, tail_lines, cut=cut)
+        whole = True  # nothing is said of a line that has not ended
         while True:
             if data:
+                whole = data.endswith(b"\n")
                 yield data
             if ended:
                 return
-            whole = data.endswith(b"\n")
             await asyncio.sleep(_LOOK_SECONDS)
-            ended = _ended(directory)
-            data, cut = log.more()
+            ended, data, cut = await asyncio.to_thread(log.more)
             if cut:  # whoever reads slower than it prints misses whole lines, and sees where a line begins
                 data = (b"" if whole else b"\n") + last_lines(data, None, cut=True)
     finally:
@@ -48,15 +49,25 @@ async def read(directory: SandboxDirectory, *, follow: bool, tail_lines: int | N
 
 
 class _Log:
-    """Where a reader is."""
+    """Where a reader is. Used by one thread at a time: by that of a read whose reader has left until it is over."""
 
     def __init__(self, directory: SandboxDirectory) -> None:
+        self._directory = directory
         self._path = f"{directory.path}/log"
+        self._lock = threading.Lock()
         self._fd = -1
+        self._closed = False
         self._at = 0
 
-    def more(self) -> tuple[bytes, bool]:
-        """What was printed since, as far as it is kept; and whether it is not all."""
+    def more(self) -> tuple[bool, bytes, bool]:
+        """Whether the command has ended, what was printed since, as far as it is kept; and whether that is not all."""
+        with self._lock:
+            if self._closed:
+                return True, b"", False
+            info = self._directory.info()  # asked first: what was printed before its end is in the log
+            return info is None or info.state.terminal, *self._more()
+
+    def _more(self) -> tuple[bytes, bool]:
         if self._fd < 0:
             try:
                 self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
@@ -84,10 +95,7 @@ class _Log:
         return int(_PRINTED.unpack(told)[0]) if len(told) == _PRINTED.size else 0
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-
-
-def _ended(directory: SandboxDirectory) -> bool:
-    info = directory.info()
-    return info is None or info.state.terminal
+        with self._lock:
+            self._closed = True
+            if self._fd >= 0:
+                os.close(self._fd)
