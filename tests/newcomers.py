@@ -21,9 +21,15 @@ APART = (
     "tests/unit/test_images_hostile.py",
     "tests/unit/test_local_bound.py",
     "tests/unit/test_local_pull.py",
+    "tests/unit/test_testing_plugin.py",
+    "tests/unit/test_cli_copy.py",
+    "tests/unit/test_cli_habits.py",
+    "tests/unit/test_cli_image.py",
+    "tests/unit/test_cli_snapshot.py",
 )
-"""Of it, what takes a third of its time and is the same on every Python: the suite's own rules, the program inside (C, also under
-gVisor and on another processor), hostile images, pulls and bounds."""
+"""Of it, what takes two fifths of its time and is the same on every Python: the suite's own rules, the program inside (C, also
+under gVisor and on another processor), hostile images, pulls and bounds, runs of pytest in pytest, and the commands whose
+tests start a dozen interpreters each."""
 ONE_OF_EACH = "tests/crash/"
 LONG = ("alone", "slow", "engine")
 
