@@ -8,12 +8,15 @@ import os
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from tests.inside_program import PROGRAM, PipeChannel
 
+from lowtide.providers.base import STDERR
 from lowtide.providers.inside import Client, frames, logs
+from lowtide.providers.inside.program import EXPIRED
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -62,12 +65,20 @@ class Guarded:
 
 
 @asynccontextmanager
-async def guarded(program: Path, script: str, stdout: int = subprocess.DEVNULL) -> AsyncIterator[Guarded]:
+async def guarded(
+    program: Path,
+    script: str,
+    stdout: int = subprocess.DEVNULL,
+    stderr: int | None = None,
+    keeps: tuple[str, ...] = ("log",),
+    lifetime: int = 0,
+) -> AsyncIterator[Guarded]:
     process = await asyncio.create_subprocess_exec(
-        *("unshare", "--net", str(program), "guard", "log", "0", "0", "sh", "-c", script),
+        *("unshare", "--net", str(program), "guard", *keeps, str(lifetime), "0", "sh", "-c", script),
         env={"PATH": os.environ["PATH"], "LOWTIDE_KEY": KEY.hex()},
         stdin=subprocess.PIPE,
         stdout=stdout,
+        stderr=stderr,
         limit=1 << 20,
     )
     inside = Guarded(program, process)
@@ -148,3 +159,27 @@ async def test_a_reader_that_is_gone_does_not_hold_up_the_end(program: Path, tmp
             client.close(goodbye=False)
         (tmp_path / "go").touch()
         assert await inside.process.wait() == 0
+
+
+async def test_a_reader_that_takes_nothing_is_told_once_that_it_missed_something(program: Path) -> None:
+    script = "yes 0123456789012345678 | head -c 100000000; echo last; sleep 60"
+    async with guarded(program, script) as inside, inside.client().log(follow=True) as unread:
+        await inside.until(b"last\n")
+        missed = [False]
+        while (chunk := await unread.next()) is not None and not chunk[1].endswith(b"last\n"):
+            missed.append(chunk == (STDERR, frames.NOT_KEPT))
+        assert not any(one and another for one, another in pairwise(missed)), sum(missed)
+
+
+@pytest.mark.parametrize("keeps", [("log",), ()])
+async def test_a_lifetime_ends_though_nobody_reads_what_it_prints(
+    program: Path, keeps: tuple[str, ...]
+) -> None:
+    ours, theirs = os.pipe()
+    with os.fdopen(ours, "rb"), os.fdopen(theirs, "wb"):
+        async with guarded(program, "yes >&2", stderr=theirs, keeps=keeps, lifetime=1) as inside:
+            try:
+                assert await asyncio.wait_for(inside.process.wait(), 60) == EXPIRED
+            except TimeoutError:
+                inside.process.kill()
+                raise

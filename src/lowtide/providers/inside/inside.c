@@ -141,6 +141,13 @@ static int read_all(int fd, void *data, u64 n)
 	return 0;
 }
 static void say(int fd, const char *s) { write_all(fd, s, length(s)); }
+/* Where a command may have filled a pipe that nobody reads: the clock waits for nobody. */
+static void say_if_heard(int fd, const char *s)
+{
+	struct pollfd one = {.fd = fd, .events = POLLOUT};
+	struct { long sec, nsec; } none = {0, 0};
+	if (K(ppoll, &one, 1, &none, 0, 0) > 0) K(write, fd, s, length(s));
+}
 static int copy(int fd) { return K(fcntl, fd, F_DUPFD_CLOEXEC, 3); }
 static void close_from(int first)
 {
@@ -1708,12 +1715,12 @@ static int drain_main(struct command *c, int *fd, u8 kind)
 }
 
 /* The log as far as credit and room go. On the second stream stands what is no log: 0, what was here is not kept any
- * more; 1, this was all when it was asked for. */
+ * more, said only to who takes more: it comes without credit; 1, this was all when it was asked for. */
 static void tell_log(struct command *c)
 {
 	static u8 data[PIECE];
 	while (c->client && !c->deaf && !c->said && room(c->client) >= RESERVE + PIECE + 9) {
-		if (logged - c->at > REPLAY) { c->at = logged - REPLAY; frame(c->client, STDERR, c->id, "\0", 1); }
+		if (logged - c->at > REPLAY && c->credit > 0) { c->at = logged - REPLAY; frame(c->client, STDERR, c->id, "\0", 1); }
 		u64 end = c->log_end < logged ? c->log_end : logged, n = end > c->at ? end - c->at : 0;
 		if (!n && c->at >= c->log_end && c->follows) { frame(c->client, STDERR, c->id, "\1", 1); c->follows = 0; c->log_end = ~0UL; continue; }
 		if (!n && c->at < c->log_end && !over) return;
@@ -2129,7 +2136,7 @@ static __attribute__((noreturn)) void serve(int listener)
 	for (;;) {
 		int n = 2, busy = 0, present = 0;
 		long wake = deadline, now = now_ms();
-		if (deadline && now >= deadline) { say(2, "lowtide: the sandbox's lifetime is over\n"); leave(EXPIRED); }
+		if (deadline && now >= deadline) { say_if_heard(2, "lowtide: the sandbox's lifetime is over\n"); leave(EXPIRED); }
 		int readers = 0;
 		for (int i = 0; i < COMMANDS; i++) if (commands[i].used && commands[i].reader) { tell_log(&commands[i]); readers |= commands[i].used; }
 		if (over && (!readers || now - over > LAST_MS)) leave(last_code);
