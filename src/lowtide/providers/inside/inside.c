@@ -2207,6 +2207,7 @@ static __attribute__((noreturn)) void serve(int listener)
 			if (which == SIGCHLD || !as_init || (K(getpid) == 1 && sender)) continue; /* only the engine may tell us anything */
 			if (main_command >= 0) send_signal(&commands[main_command], which);
 			else if (which == SIGTERM || which == SIGINT || which == SIGQUIT) {
+				if (over) leave(last_code); /* only readers of its log are waited for */
 				ending = 1;
 				K(kill, -1, SIGTERM);
 				K(kill, -1, SIGCONT);
