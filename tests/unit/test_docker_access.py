@@ -98,6 +98,12 @@ def _answering(answer: bytes, certs: Path | None = None) -> Iterator[int]:
 _INFO = b'HTTP/1.1 200 OK\r\nContent-Length: 13\r\n\r\n{"ID": "ours"}'.replace(b"13", b"14")
 
 
+def test_a_socket_may_be_in_any_directory() -> None:
+    where = "/home/jörg/docker.sock"
+    for environ, options in (({"DOCKER_HOST": f"unix://{where}"}, None), ({}, {"host": f"unix://{where}"})):
+        assert DockerProvider.connect(environ, options).endpoint.socket_path == where
+
+
 def test_a_contexts_certificates_are_used(tmp_path: Path) -> None:
     certs = _context(tmp_path, "far", "tcp://127.0.0.1:1")
     _certificates(certs)

@@ -94,7 +94,7 @@ class DockerProvider(hosted.Hosted):
 
     @classmethod
     def connect(cls, environ: Mapping[str, str], options: Mapping[str, Any] | None = None) -> Self:
-        given = hosted.chosen("docker", {"host": "DOCKER_HOST"}, options, environ)
+        given = hosted.chosen("docker", {"host": "DOCKER_HOST"}, options, environ, sent=False)
         environ = {**environ, "DOCKER_HOST": given["host"] or ""}
         return cls(resolve(environ), environ)
 

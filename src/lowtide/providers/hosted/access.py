@@ -23,9 +23,17 @@ _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]*")
 
 
 def chosen(
-    provider: str, known: Mapping[str, str], options: Mapping[str, Any] | None, environ: Mapping[str, str]
+    provider: str,
+    known: Mapping[str, str],
+    options: Mapping[str, Any] | None,
+    environ: Mapping[str, str],
+    *,
+    sent: bool = True,
 ) -> dict[str, str | None]:
-    """Every known option: as given, else from its environment variable. ValidationError for a wrong one."""
+    """Every known option: as given, else from its environment variable. ValidationError for a wrong one.
+
+    `sent`: they go to the service. Not where they only say where it is: a path on this machine has any character.
+    """
     given = dict(options or {})
     for name, value in given.items():
         if name not in known:
@@ -39,7 +47,7 @@ def chosen(
     found = {name: given.get(name) or environ.get(variable) or None for name, variable in known.items()}
     for name, value in found.items():
         # Refused here, because what cannot be sent is quoted by those who are to send it: keys, too.
-        if value is not None and not (value.isascii() and value.isprintable()):
+        if sent and value is not None and not (value.isascii() and value.isprintable()):
             where = name if given.get(name) else known[name]
             raise errors.ValidationError(
                 f"{where} has a character that cannot be sent (a line end, perhaps, from the file it was read from): "
