@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import datetime
 from typing import ClassVar
@@ -239,11 +240,13 @@ class CoreWeaveProvider(hosted.Hosted):
     async def logs(self, sandbox_id: str, *, follow: bool, tail_lines: int | None) -> AsyncIterator[bytes]:
         asked = messages().StreamLogsRequest(sandbox_id=sandbox_id, follow=follow, tail_lines=tail_lines or 0)
         silence = None if follow else lookup.SECONDS
-        async for entry in (await self.connections()).entries("StreamLogs", asked, silence):
-            if entry.HasField("error"):
-                words = f"the log broke off: {entry.error.message[:400]}"
-                raise SERVICE.error(SandboxUnavailableError, words, sandbox_id)
-            yield bytes(entry.data)
+        entries = (await self.connections()).entries("StreamLogs", asked, silence)
+        async with contextlib.aclosing(entries):  # type: ignore[type-var]
+            async for entry in entries:
+                if entry.HasField("error"):
+                    words = f"the log broke off: {entry.error.message[:400]}"
+                    raise SERVICE.error(SandboxUnavailableError, words, sandbox_id)
+                yield bytes(entry.data)
 
     async def snapshot(self, sandbox_id: str, name: str) -> str:
         return await snapshots.take(await self.connections(), sandbox_id)

@@ -114,7 +114,10 @@ class EngineClient:
             status = _status(await reader.readuntil(b"\r\n\r\n"))
             if status >= 400:
                 said = b""  # one object; the engine may keep the connection after it
-                while not said.rstrip().endswith(b"}") and (more := await reader.read(_PIECE_BYTES)):
+                while not said.rstrip().endswith(b"}") and len(said) < HIGH_WATER:
+                    more = await reader.read(_PIECE_BYTES)
+                    if not more:
+                        break
                     said += more
                 raise _refusal(status, said)
         except BaseException as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import time
@@ -340,8 +341,9 @@ class DockerProvider(hosted.Hosted):
         params["tail"] = str(tail_lines) if tail_lines is not None else "all"
         client = await self.client()
         with mapped(sandbox_id):
-            async for piece in client.printed(sandbox_id, params):
-                yield piece
+            async with contextlib.aclosing(client.printed(sandbox_id, params)) as pieces:  # type: ignore[type-var]
+                async for piece in pieces:
+                    yield piece
 
     async def snapshot(self, sandbox_id: str, name: str) -> str:
         await self.get(sandbox_id)  # ours, and there

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping
 from datetime import datetime
@@ -180,8 +181,10 @@ class KubernetesProvider(hosted.Hosted):
         if tail_lines is not None:
             params["tailLines"] = str(tail_lines)
         with mapped(sandbox_id):
-            async for data in self._api.text(f"{pod.pods(namespace)}/{name}/log", params):
-                yield data
+            pieces = self._api.text(f"{pod.pods(namespace)}/{name}/log", params)
+            async with contextlib.aclosing(pieces):  # type: ignore[type-var]
+                async for data in pieces:
+                    yield data
 
     async def _open_channel(self, sandbox_id: str, first: bytes) -> Channel:
         from lowtide.providers.kubernetes.channel import open_channel

@@ -297,8 +297,10 @@ class ModalProvider(hosted.Hosted):
         if not (await self.get(sandbox_id)).state.terminal:
             with contextlib.suppress(*logs.ENDED):  # meanwhile
                 client = await self.clients.get(sandbox_id)
-                async for data in logs.running(client, follow=follow, tail_lines=tail_lines):
-                    yield data
+                reading = logs.running(client, follow=follow, tail_lines=tail_lines)
+                async with contextlib.aclosing(reading):  # type: ignore[type-var]
+                    async for data in reading:
+                        yield data
                 return
         modal, connection, _ = await self._sdk()
         looking = modal.Sandbox.from_id.aio(sandbox_id, client=connection)  # anew: the SDK reads a log once
