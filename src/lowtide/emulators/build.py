@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowtide.emulators import package_managers
+from lowtide.emulators.build_copy import COPY, TAKE
 from lowtide.emulators.dockerfile import PATH, CannotBuild, Step, Surroundings
 from lowtide.emulators.guest import users_are_real
 from lowtide.emulators.image_files import ImageFiles
@@ -37,28 +38,6 @@ _AT_ONCE = 4
 _LONGEST_LINE = 1 << 16
 _PIECE = 1 << 20
 _LINE_COSTS = 100  # of the log's bytes: a log of empty lines is long, too
-_COPY = """
-set -e
-unpack=$1; target=$2; shift 2
-context=$(mktemp -d)
-tar "$unpack" - -C "$context" --no-same-owner --ignore-zeros
-IFS=  # names may have spaces; the marks of a pattern still mean what they mean
-matches() { for source; do for found in "$context"/$source; do
-  [ -e "$found" ] || [ -L "$found" ] || { echo "$source: not in the build context" >&2; exit 1; }
-  printf '%s\\n' "$found"
-done; done; }
-found=$(matches "$@")
-many=$(printf '%s\\n' "$found" | wc -l)
-printf '%s\\n' "$found" | while read -r found; do
-  if [ -d "$found" ] && [ ! -L "$found" ]; then mkdir -p "$target"; cp -RP "$found/." "$target/"
-  elif [ "$many" -gt 1 ] || [ -d "$target" ] || [ "${target%/}" != "$target" ]; then
-    mkdir -p "$target"; cp -P "$found" "$target/"
-  else mkdir -p "$(dirname "$target")"; cp -P "$found" "$target"; fi
-done
-rm -rf "$context"
-"""
-
-_TAKE = """cd / && IFS= && for word; do shift; set -- "$@" $word; done && exec tar --one-file-system -cf - -- "$@" """
 
 Log = Callable[[str], None]
 Content = bytes | tuple[Path, ...]
@@ -244,7 +223,7 @@ class Builder:
         backing = self._backing
         sandbox_id = await backing.create(command=_IDLE, snapshot=stage.snapshot, counted=False)
         try:
-            argv = ("/bin/sh", "-c", _TAKE, "sh", *step.sources)
+            argv = ("/bin/sh", "-c", TAKE, "sh", *step.sources)
             handle = await backing.start(sandbox_id, argv, cwd="/", user="0:0" if users_are_real() else None)
             try:
                 taken, said = bytearray(), bytearray()
@@ -271,14 +250,15 @@ class Builder:
                 unpack = "-xzf" if _start(context) == b"\x1f\x8b" else "-xf"
                 # What climbs out of the context starts at its top, as it does elsewhere.
                 sources = (posixpath.normpath(f"/{one}").lstrip("/") or "." for one in step.sources)
-                argv = ("/bin/sh", "-c", _COPY, "sh", unpack, step.target, *sources)
+                archives = "archives" if step.archives else ""
+                argv = ("/bin/sh", "-c", COPY, "sh", unpack, step.target, step.mode, archives, *sources)
                 given = context
-            around = Surroundings() if step.apart else step.around
+            around = _around(step)
             root = not around.user or around.user in ("root", "0")
             account = ("0:0" if root else around.user) if users_are_real() else None
-            if given is not None and account not in (None, "0:0"):
+            if (given is not None or step.by_user) and account not in (None, "0:0"):
                 # COPY is root's, whoever runs what follows; but root has no way around permissions here, and the user's
-                # own directories take files from the user alone.
+                # own directories take files and directories from the user alone.
                 heard: list[str] = []
                 code = await self._run(sandbox_id, argv, step, around, account, heard.append, given)
                 if code != 0:
@@ -308,9 +288,10 @@ class Builder:
         handle = await self._backing.start(
             sandbox_id,
             argv,
-            cwd=around.workdir or "/",
+            # What copies is not the recipe's: nothing of the recipe is to change what it does.
+            cwd="/" if step.sources else around.workdir or "/",
             user=account,
-            environment=_environment(step, around),
+            environment={"PATH": PATH} if step.sources else _environment(step, around),
             stdin=given is not None,
         )
         try:
@@ -350,8 +331,15 @@ class Builder:
                 self._layers.pop(key, None)
 
 
+def _around(step: Step) -> Surroundings:
+    """What it runs in."""
+    if not step.apart:
+        return step.around
+    return Surroundings(user=step.around.user if step.by_user else "")
+
+
 def _environment(step: Step, around: Surroundings) -> dict[str, str]:
-    found = {"PATH": PATH, "HOME": "/root", **step.arguments, **around.environment}
+    found = {"PATH": PATH, **step.arguments, **around.environment}
     return {**found, "PATH": f"{package_managers.TOOLS}:{found['PATH']}"}
 
 
@@ -371,8 +359,17 @@ def _start(content: Content) -> bytes:
 
 
 def _key(below: str, step: Step, context: Content, network: str) -> str:
-    around = Surroundings() if step.apart else step.around
-    what: list[object] = [below, step.argv, step.sources, step.target, step.fresh, _COPY]
+    around = _around(step)
+    what: list[object] = [
+        below,
+        step.argv,
+        step.sources,
+        step.target,
+        step.fresh,
+        COPY,
+        step.mode,
+        step.archives,
+    ]
     what.append(network if step.argv and not step.apart else "")
     what += [sorted(step.arguments.items()), sorted(around.environment.items()), around.workdir, around.user]
     digest = hashlib.sha256(json.dumps(what).encode())

@@ -19,6 +19,20 @@ MOST_INSTRUCTIONS = 1000
 LONGEST_RECIPE = 1 << 20
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,199}")
 _FLAG = re.compile(r"--([a-z-]+)(?:=(\S+))?\s+")
+_MODE = re.compile(r"[0-7]{3,4}|[ugoa]*[-+=][rwxXst]+(?:,[ugoa]*[-+=][rwxXst]+)*")
+_SHELL: tuple[str, ...] = ("/bin/sh", "-c")
+_NOT_DONE = (
+    "CMD",
+    "ENTRYPOINT",
+    "EXPOSE",
+    "HEALTHCHECK",
+    "LABEL",
+    "MAINTAINER",
+    "ONBUILD",
+    "STOPSIGNAL",
+    "VOLUME",
+)
+"""Nothing is done for them while building."""
 
 
 class CannotBuild(Exception):
@@ -46,6 +60,10 @@ class Step:
     sources: tuple[str, ...] = ()
     """Of a COPY, in the build's context; `target` is where they go."""
     target: str = ""
+    mode: str = ""
+    """Of what is copied, as chmod takes it; empty: as it is."""
+    archives: bool = False
+    """It is an ADD: tars are unpacked."""
     around: Surroundings = field(default_factory=Surroundings)
     """After the instruction."""
     arguments: Mapping[str, str] = field(default_factory=dict)
@@ -64,6 +82,8 @@ class Step:
     """Of a COPY: the image that its sources are in."""
     apart: bool = False
     """It runs as root at `/`, whatever surrounds it."""
+    by_user: bool = False
+    """With `apart`: as the recipe's user, and as root where that one may not."""
 
 
 def steps(
@@ -75,8 +95,8 @@ def steps(
     for_all: dict[str, str] = {}
     """What was said before the first FROM: a stage has it where it asks for it."""
     names: dict[str, int] = {}
-    ended: list[Surroundings] = []
-    stages = 0
+    ended: list[tuple[Surroundings, tuple[str, ...]]] = []
+    stages, shell = 0, _SHELL
     for word, rest in instructions(text):
         shown = f"{word} {rest}"
         known = {"PATH": PATH, **arguments, **around.environment}
@@ -84,12 +104,12 @@ def steps(
             case "FROM":
                 words = [one for one in _split(_expand(rest, known)) if not one.startswith("--")]
                 if stages:
-                    ended.append(around)
+                    ended.append((around, shell))
                     arguments = {}
                 else:
                     for_all = dict(arguments)
                 stage = names.get(words[0].lower()) if words else None
-                around = first if stage is None else ended[stage]
+                around, shell = (first, _SHELL) if stage is None else ended[stage]
                 names[str(stages)] = stages
                 if len(words) == 3 and words[1].upper() == "AS":
                     names[words[2].lower()] = stages
@@ -106,28 +126,40 @@ def steps(
                 yield Step(shown=shown, around=around)
             case "WORKDIR":
                 around = replace(around, workdir=around.at(_expand(_unquoted(rest), known)))
-                yield Step(shown=shown, argv=("/bin/mkdir", "-p", around.workdir), around=around, apart=True)
+                yield directory(shown, around)
             case "USER":
                 around = replace(around, user=_expand(rest, known).partition(":")[0])
                 yield Step(shown=shown, around=around)
             case "RUN":
                 while flag := _FLAG.match(rest):  # --mount, --network: of BuildKit
                     rest = rest[flag.end() :]
-                argv = _words(rest) or ("/bin/sh", "-c", rest)
+                argv = _words(rest) or (*shell, rest)
                 yield Step(shown=shown, argv=argv, around=around, arguments=dict(arguments))
             case "COPY" | "ADD":
-                yield _copy(
-                    shown, rest, known, around, {name: at for name, at in names.items() if at < stages - 1}
-                )
-            case _:  # EXPOSE, LABEL, CMD, ENTRYPOINT, SHELL…: nothing is done for them while building
+                earlier = {name: at for name, at in names.items() if at < stages - 1}
+                yield replace(_copy(shown, rest, known, around, earlier), archives=word == "ADD")
+            case "SHELL":
+                shell = _words(rest)
+                if not shell:
+                    raise CannotBuild(f"{shown[:200]}: a shell is a JSON list of words")
                 yield Step(shown=shown, around=around)
+            case _ if word in _NOT_DONE:
+                yield Step(shown=shown, around=around)
+            case _:
+                raise CannotBuild(f"{shown[:200]}: there is no such instruction")
+
+
+def directory(shown: str, around: Surroundings) -> Step:
+    """Makes the directory that what follows is in."""
+    argv = ("/bin/mkdir", "-p", around.workdir)
+    return Step(shown=shown, argv=argv, around=around, apart=True, by_user=True)
 
 
 def instructions(text: str) -> Iterator[tuple[str, str]]:
     """The word and the rest of each: lines that go on and here-documents are put together, comments left out."""
     if len(text) > LONGEST_RECIPE:
         raise CannotBuild(f"a recipe has {LONGEST_RECIPE} characters at most")
-    lines = text.splitlines()
+    lines = [line.removesuffix("\r") for line in text.split("\n")]  # nothing else ends one
     places: dict[
         str, list[int]
     ] = {}  # of each line, so that the end of a here-document is looked up and not for
@@ -139,15 +171,16 @@ def instructions(text: str) -> Iterator[tuple[str, str]]:
         while at < len(lines):
             line = lines[at]
             at += 1
-            if line.lstrip().startswith("#") or (not parts and not line.strip()):
+            if line.lstrip().startswith("#") or not line.strip():
                 continue
             goes_on = line.rstrip().endswith("\\")
             parts.append(line.rstrip()[:-1] if goes_on else line)
             if not goes_on:
                 break
-        word, _, rest = " ".join(parts).strip().partition(" ")
-        if not word:
+        words = "".join(parts).split(None, 1)
+        if not words:
             continue
+        word, rest = words[0], words[1] if len(words) > 1 else ""
         found += 1
         if found > MOST_INSTRUCTIONS:
             raise CannotBuild(f"a recipe has {MOST_INSTRUCTIONS} instructions at most")
@@ -167,7 +200,7 @@ def _copy(
     shown: str, rest: str, known: Mapping[str, str], around: Surroundings, stages: Mapping[str, int]
 ) -> Step:
     stage: int | None = None
-    image = ""
+    image = mode = ""
     while flag := _FLAG.match(rest):
         if flag[1] == "from":
             said = _expand(_unquoted(flag[2] or ""), known)
@@ -178,6 +211,12 @@ def _copy(
                 raise CannotBuild(
                     f"COPY --from={said}: there is no earlier stage of that name, and no such image"
                 )
+        elif flag[1] == "chmod":
+            mode = _expand(_unquoted(flag[2] or ""), known)
+            if not _MODE.fullmatch(mode):
+                raise CannotBuild(f"{shown[:200]}: {mode!r} is no mode")
+        elif flag[1] in ("exclude", "parents"):  # it would copy something else than what is asked for
+            raise CannotBuild(f"{shown[:200]}: --{flag[1]} is not followed here")
         rest = rest[flag.end() :]
     words = list(_words(rest) or _split(rest))
     if len(words) < 2:
@@ -188,7 +227,8 @@ def _copy(
     place = around.at(target) + ("/" if target.endswith(("/", ".")) and around.at(target) != "/" else "")
     if stage is not None or image:  # its root is where they start
         sources = [posixpath.normpath(f"/{one}").lstrip("/") or "." for one in sources]
-    return Step(shown=shown, sources=tuple(sources), target=place, around=around, stage=stage, image=image)
+    step = Step(shown=shown, sources=tuple(sources), target=place, mode=mode, around=around)
+    return replace(step, stage=stage, image=image)
 
 
 def _pairs(rest: str, known: Mapping[str, str]) -> dict[str, str]:

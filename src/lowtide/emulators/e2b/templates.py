@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from lowtide.emulators.build import BuildFailed, Built
-from lowtide.emulators.dockerfile import CannotBuild, Step, Surroundings
+from lowtide.emulators.dockerfile import CannotBuild, Step, Surroundings, directory
 from lowtide.emulators.e2b.model import TEMPLATES, BadRequest, NotFound, new_id
 from lowtide.emulators.fields import FLAG, LIST_OF_OBJECTS, LIST_OF_TEXT, OBJECT, TEXT, check_fields, whole
 from lowtide.emulators.request_check import json_object, query_number
@@ -310,7 +310,7 @@ def _steps(asked: list[dict[str, Any]], around: Surroundings, file: Any) -> Iter
                 step = Step(shown=shown, around=around)
             case "WORKDIR" if words:
                 around = replace(around, workdir=around.at(words[0]))
-                step = Step(shown=shown, argv=("/bin/mkdir", "-p", around.workdir), around=around, apart=True)
+                step = directory(shown, around)
             case "USER" if words:
                 around = replace(around, user=words[0])
                 step = Step(shown=shown, around=around)

@@ -1,0 +1,101 @@
+"""Recipes are read as their own builders read them, and nothing of a recipe or a context changes how it is copied."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from lowtide.emulators import dockerfile
+from lowtide.emulators.dockerfile import CannotBuild
+from tests.emulators.test_build import building, context
+
+SURROUNDED = r"""
+FROM x
+ENV TMPDIR=/nowhere PATH=/nowhere TAR_OPTIONS=--nope
+COPY a.txt /said/one
+ENV PATH=/usr/bin:/bin
+WORKDIR /w
+RUN rmdir /w && mkdir -m 700 /closed
+COPY d/* /said/
+COPY --chmod=0750 d /with-mode/
+ADD in.tgz text empty /added/
+USER 1000
+COPY a.txt /closed/one
+WORKDIR /home/user/deep/er
+RUN pwd >> /tmp/said; echo "$HOME" >> /tmp/said
+"""
+SHOW = r"""ls -A /said; ls /tmp; cat /tmp/said /added/inner/x; cd /with-mode; stat -c '%a %n' fifo 'a b' d
+ls /added; stat -c %U /home/user/deep/er"""
+
+
+def hostile_context() -> bytes:
+    data = io.BytesIO()
+
+    def add(name: str, content: bytes = b"", kind: bytes = tarfile.REGTYPE, link: str = "") -> None:
+        info = tarfile.TarInfo(name)
+        info.size, info.type, info.linkname = len(content), kind, link
+        info.mode = 0o755 if kind == tarfile.DIRTYPE else 0o644
+        tar.addfile(info, io.BytesIO(content))
+
+    with tarfile.open(fileobj=data, mode="w") as tar:
+        add("a.txt", b"one")
+        for name in ("d", "d/d"):
+            add(name, kind=tarfile.DIRTYPE)
+        add("d/a b", b"two")
+        add("d/new\nline", b"three")
+        add("d/link", kind=tarfile.SYMTYPE, link="/etc/passwd")
+        add("d/fifo", kind=tarfile.FIFOTYPE)  # who opens it waits for ever
+        add("in.tgz", gzip.compress(context(**{"inner/x": "inner\n"})))
+        add("text", b"text")
+        add("empty")
+    return data.getvalue()
+
+
+def test_copies_are_the_same_whatever_surrounds_them_and_leave_nothing_else(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with building(tmp_path) as (backing, builder):
+            log: list[str] = []
+            made = await builder.build(
+                dockerfile.steps(SURROUNDED), log=log.append, context=hostile_context()
+            )
+            sandbox_id = await backing.create(snapshot=made.snapshot)
+            code, printed = await backing.run(sandbox_id, ("sh", "-c", SHOW), user="0:0")
+            await backing.destroy(sandbox_id)
+            lines = ["a b", "fifo", "link", "new", "line", "one", "said"]
+            lines += ["/home/user/deep/er", "/home/user", "inner", "750 fifo", "750 a b", "750 d"]
+            assert printed.decode().splitlines() == [*lines, "empty", "inner", "text", "user"], log
+            assert code == 0
+
+    asyncio.run(check())
+
+
+def test_instructions_are_found_as_a_builder_finds_them() -> None:
+    text = (
+        "FROM x\r\nRUN\techo tab\n"
+        "RUN echo a && \\\n\n# a comment\n\n  echo b\n"
+        "RUN echo wor\\\nd\f\u2028still\n"
+        'SHELL ["/bin/bash", "-eo", "pipefail", "-c"]\nrun [[ a ]]\nRUN ["exec", "form"]\n'
+        "FROM y\nRUN again\nEXPOSE 80"
+    )
+    assert [step.argv for step in dockerfile.steps(text) if step.argv] == [
+        ("/bin/sh", "-c", "echo tab"),
+        ("/bin/sh", "-c", "echo a &&   echo b"),
+        ("/bin/sh", "-c", "echo word\f\u2028still"),
+        ("/bin/bash", "-eo", "pipefail", "-c", "[[ a ]]"),
+        ("exec", "form"),
+        ("/bin/sh", "-c", "again"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["RNU echo", "SHELL bash -c", "COPY --chmod=wide a b", "COPY --exclude=*.txt a b", "COPY --parents a b"],
+)
+def test_what_would_come_to_something_else_is_refused(line: str) -> None:
+    with pytest.raises(CannotBuild):
+        list(dockerfile.steps(f"FROM x\n{line}"))
