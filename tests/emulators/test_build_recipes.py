@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from lowtide.emulators import dockerfile
+from lowtide.emulators.build import BuildFailed
 from lowtide.emulators.dockerfile import CannotBuild
+from lowtide.emulators.layer_cache import LayerCache
 from tests.emulators.test_build import building, context
 
 SURROUNDED = r"""
@@ -99,3 +101,47 @@ def test_instructions_are_found_as_a_builder_finds_them() -> None:
 def test_what_would_come_to_something_else_is_refused(line: str) -> None:
     with pytest.raises(CannotBuild):
         list(dockerfile.steps(f"FROM x\n{line}"))
+
+
+def test_a_context_that_fails_with_many_words_does_not_hold_the_build(tmp_path: Path) -> None:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as tar:
+        for number in range(20_000):  # more of both than pipes and buffers hold
+            info = tarfile.TarInfo(f"{number}-{'x' * 80}")
+            info.type = tarfile.CHRTYPE
+            tar.addfile(info)
+
+    async def check() -> None:
+        async with building(tmp_path) as (_, builder):
+            with pytest.raises(BuildFailed):
+                async with asyncio.timeout(120):
+                    steps = dockerfile.steps("FROM x\nCOPY . /in")
+                    await builder.build(steps, log=lambda text: None, context=data.getvalue())
+
+    asyncio.run(check())
+
+
+def test_a_context_that_is_sent_again_meanwhile_makes_no_layer(tmp_path: Path) -> None:
+    files, cache = tmp_path / "files.tar", LayerCache(tmp_path / "kept")
+    files.write_bytes(context(a="one"))
+
+    async def check() -> None:
+        async with building(tmp_path / "one", cache) as (backing, builder):
+            create = backing.create
+
+            async def replace_first(**asked: object) -> str:
+                made = await create(**asked)  # type: ignore[arg-type]
+                other = tmp_path / "other"
+                other.write_bytes(context(a="two"))
+                other.rename(files)
+                return made
+
+            steps = list(dockerfile.steps("FROM x\nRUN true\nCOPY a /a"))
+            below = await builder.build(steps[:2], log=lambda text: None)
+            kept = cache.layers()
+            backing.create = replace_first  # type: ignore[method-assign]
+            with pytest.raises(BuildFailed, match="replaced"):
+                await builder.build(steps[2:], log=lambda text: None, below=below, context=(files,))
+            assert cache.layers() == kept
+
+    asyncio.run(check())

@@ -12,13 +12,13 @@ import contextlib
 import hashlib
 import json
 import posixpath
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowtide.emulators import package_managers
-from lowtide.emulators.build_copy import COPY, TAKE
+from lowtide.emulators.build_copy import COPY, TAKE, Content, digest_of, feed, start_of
 from lowtide.emulators.dockerfile import PATH, CannotBuild, Step, Surroundings
 from lowtide.emulators.guest import users_are_real
 from lowtide.emulators.image_files import ImageFiles
@@ -36,12 +36,9 @@ LARGEST_COPY = 512 << 20  # from stage to stage, and so in memory
 _IDLE = ("/bin/sh", "-c", "exec sleep infinity")
 _AT_ONCE = 4
 _LONGEST_LINE = 1 << 16
-_PIECE = 1 << 20
 _LINE_COSTS = 100  # of the log's bytes: a log of empty lines is long, too
 
 Log = Callable[[str], None]
-Content = bytes | tuple[Path, ...]
-"""Tars with what COPY may name: one (plain or gzip), or several files that are plain."""
 
 
 class BuildFailed(Exception):
@@ -109,8 +106,8 @@ class Builder:
                 log(text)
             said += len(text) + _LINE_COSTS * text.count("\n")
 
-        self._foundation = await asyncio.to_thread(foundation)  # each time: things are installed meanwhile
-        if self._first is None:
+        before, self._foundation = self._foundation, await asyncio.to_thread(foundation)
+        if self._first is None or self._foundation != before:  # things are installed meanwhile
             self._first = await asyncio.to_thread(package_managers.first_step, self._packages)
         if built.key:
             self._pin(built.key)
@@ -175,7 +172,8 @@ class Builder:
         elif step.image:
             content = f"image {await self._images.identity(step.image)}".encode()
         under = below.key or below.snapshot or self._foundation
-        key = await asyncio.to_thread(_key, under, step, content, str(self._backing.network))
+        digest = await asyncio.to_thread(digest_of, content)
+        key = _key(under, step, digest, str(self._backing.network))
         # One at a time: two that ask for the same layer at once get the same.
         lock = self._under_way.setdefault(key, asyncio.Lock())
         self._waiting[key] = self._waiting.get(key, 0) + 1
@@ -195,7 +193,9 @@ class Builder:
                             context = await self._taken(source, step)
                         elif step.image:
                             context = await self._images.take(step.image, step.sources, LARGEST_COPY)
-                        found = _Layer(await self._make(below, step, log, context))
+                        if source is not None or step.image:
+                            digest = await asyncio.to_thread(digest_of, context)
+                        found = _Layer(await self._make(below, step, log, context, digest))
                     if cache is not None:
                         await asyncio.to_thread(cache.keep, key, self._snapshots / found.snapshot)
                 self._layers[key] = found
@@ -239,7 +239,7 @@ class Builder:
             await backing.destroy(sandbox_id)
         return bytes(taken)
 
-    async def _make(self, below: Built, step: Step, log: Log, context: Content) -> str:
+    async def _make(self, below: Built, step: Step, log: Log, context: Content, digest: bytes) -> str:
         backing = self._backing
         sandbox_id = await backing.create(command=_IDLE, snapshot=below.snapshot, counted=False)
         try:
@@ -247,12 +247,12 @@ class Builder:
             if step.sources:
                 if not context:
                     raise BuildFailed(f"{step.shown}: there is no build context")
-                unpack = "-xzf" if _start(context) == b"\x1f\x8b" else "-xf"
+                unpack = "-xzf" if start_of(context) == b"\x1f\x8b" else "-xf"
                 # What climbs out of the context starts at its top, as it does elsewhere.
                 sources = (posixpath.normpath(f"/{one}").lstrip("/") or "." for one in step.sources)
                 archives = "archives" if step.archives else ""
                 argv = ("/bin/sh", "-c", COPY, "sh", unpack, step.target, step.mode, archives, *sources)
-                given = context
+                given = (context, digest)
             around = _around(step)
             root = not around.user or around.user in ("root", "0")
             account = ("0:0" if root else around.user) if users_are_real() else None
@@ -282,9 +282,9 @@ class Builder:
         around: Surroundings,
         account: str | None,
         log: Log,
-        given: Content | None,
+        given: tuple[Content, bytes] | None,
     ) -> int:
-        """One program of a step, with what it says in the log; its exit code."""
+        """One program of a step, with what it says in the log; its exit code. `given`: its input, and the hash of that."""
         handle = await self._backing.start(
             sandbox_id,
             argv,
@@ -294,13 +294,10 @@ class Builder:
             environment={"PATH": PATH} if step.sources else _environment(step, around),
             stdin=given is not None,
         )
+        # Beside the output: what says more than a pipe holds would wait for a reader, and this for it.
+        feeding = None if given is None else asyncio.create_task(feed(handle, given[0]))
         try:
             async with asyncio.timeout(LONGEST_STEP_SECONDS):
-                if given is not None:
-                    with contextlib.suppress(BrokenPipeError):
-                        for piece in _pieces(given):
-                            await handle.write_stdin(piece)
-                        await handle.close_stdin()
                 line = b""
                 async for _, data in handle.output():
                     whole, newline, line = (line + data).rpartition(b"\n")
@@ -310,7 +307,11 @@ class Builder:
                         log((whole + newline).decode(errors="replace"))
                 if line:
                     log(line.decode(errors="replace") + "\n")
-                return await handle.wait()
+                code = await handle.wait()
+                if given is not None and feeding is not None and code == 0 and await feeding != given[1]:
+                    # Sent again meanwhile: the layer would be kept under the name of what it was not made of.
+                    raise BuildFailed(f"{step.shown[:200]}: the build context was replaced in the midst")
+                return code
         except ValidationError as error:
             if error.argument != "user":
                 raise
@@ -318,6 +319,9 @@ class Builder:
         except TimeoutError:
             raise BuildFailed(f"{step.shown[:200]}: not done in {LONGEST_STEP_SECONDS:.0f} s") from None
         finally:
+            if feeding is not None:
+                feeding.cancel()
+                await asyncio.gather(feeding, return_exceptions=True)
             await handle.aclose()
 
     async def _make_room(self) -> None:
@@ -343,22 +347,7 @@ def _environment(step: Step, around: Surroundings) -> dict[str, str]:
     return {**found, "PATH": f"{package_managers.TOOLS}:{found['PATH']}"}
 
 
-def _pieces(content: Content) -> Iterator[bytes]:
-    if isinstance(content, bytes):
-        for at in range(0, len(content), _PIECE):
-            yield content[at : at + _PIECE]
-        return
-    for path in content:
-        with path.open("rb") as file:
-            while piece := file.read(_PIECE):
-                yield piece
-
-
-def _start(content: Content) -> bytes:
-    return next(_pieces(content), b"")[:2]
-
-
-def _key(below: str, step: Step, context: Content, network: str) -> str:
+def _key(below: str, step: Step, content: bytes, network: str) -> str:
     around = _around(step)
     what: list[object] = [
         below,
@@ -373,8 +362,5 @@ def _key(below: str, step: Step, context: Content, network: str) -> str:
     what.append(network if step.argv and not step.apart else "")
     what += [sorted(step.arguments.items()), sorted(around.environment.items()), around.workdir, around.user]
     digest = hashlib.sha256(json.dumps(what).encode())
-    inside = hashlib.sha256()
-    for piece in _pieces(context):
-        inside.update(piece)
-    digest.update(inside.digest())
+    digest.update(content)
     return digest.hexdigest()

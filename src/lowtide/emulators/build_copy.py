@@ -1,4 +1,15 @@
-"""What copies files into a build sandbox, and out of an earlier stage: programs for its shell."""
+"""What copies files into a build sandbox, and out of an earlier stage: programs for its shell, and what they are given."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from lowtide.providers.base import ProcessHandle
+
+_PIECE = 1 << 20
 
 COPY = r"""
 set -e
@@ -27,3 +38,41 @@ done; done
 """
 
 TAKE = """cd / && IFS= && for word; do shift; set -- "$@" $word; done && exec tar --one-file-system -cf - -- "$@" """
+
+Content = bytes | tuple[Path, ...]
+"""Tars with what COPY may name: one (plain or gzip), or several files that are plain."""
+
+
+async def feed(handle: ProcessHandle, content: Content) -> bytes:
+    """Its input; the hash of what was given. It ends also where that cannot be read."""
+    read = hashlib.sha256()
+    with contextlib.suppress(BrokenPipeError):
+        try:
+            for piece in _pieces(content):
+                read.update(piece)
+                await handle.write_stdin(piece)
+        finally:
+            await handle.close_stdin()
+    return read.digest()
+
+
+def digest_of(content: Content) -> bytes:
+    found = hashlib.sha256()
+    for piece in _pieces(content):
+        found.update(piece)
+    return found.digest()
+
+
+def start_of(content: Content) -> bytes:
+    return next(_pieces(content), b"")[:2]
+
+
+def _pieces(content: Content) -> Iterator[bytes]:
+    if isinstance(content, bytes):
+        for at in range(0, len(content), _PIECE):
+            yield content[at : at + _PIECE]
+        return
+    for path in content:
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE):
+                yield piece
