@@ -150,6 +150,9 @@ def test_after_a_power_cut_only_what_had_reached_the_disk_is_used(
         again, said = await built(tmp_path, IDENTITY)
         assert again != first
         assert "CACHED\n" not in said
+        assert (await built(tmp_path, IDENTITY))[
+            0
+        ] == again  # kept in the place of what was of no use any more
 
     asyncio.run(check())
 
@@ -192,6 +195,18 @@ def test_a_kill_in_the_midst_leaves_no_half_layer(tmp_path: Path) -> None:
         assert len(list((kept / one.key / "root").glob("*/f"))) == 300
     cache.make_room(1 << 40)
     assert not [path for path in kept.iterdir() if path.name.startswith(".draft")]
+
+
+def test_a_layer_of_many_empty_files_and_directories_counts(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    for number in range(100):
+        (source / "root" / f"d{number}").mkdir(parents=True)
+        (source / "root" / f"d{number}" / "f").touch()
+    (source / "manifest.json").write_text(json.dumps({"working_dir": "/root"}))
+    LayerCache(tmp_path / "kept", most_bytes=100_000).keep("0" * 64, source)
+    assert LayerCache(tmp_path / "kept").layers() == []
+    LayerCache(tmp_path / "kept", most_bytes=1_000_000).keep("0" * 64, source)
+    assert [one.size_bytes for one in LayerCache(tmp_path / "kept").layers()] == [201 * 1024]
 
 
 def test_a_disk_that_is_full_fails_no_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

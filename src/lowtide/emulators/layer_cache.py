@@ -29,13 +29,14 @@ from lowtide.providers.local import skeleton
 from lowtide.trees.copy import copy_tree
 from lowtide.trees.passable import make_passable
 from lowtide.trees.remove import remove_tree
-from lowtide.trees.walk import size
+from lowtide.trees.walk import DIRECTORY, walk
 
 log = logging.getLogger("lowtide.emulators")
 
 MOST_BYTES = 10 << 30
 _VARIABLE = "LOWTIDE_BUILD_CACHE_MAX_BYTES"
 _LOCK_SECONDS = 10.0
+_ENTRY_COSTS = 1024
 _SHARE = 0.5  # of what the disk would have free without it
 _KEY = re.compile(r"[0-9a-f]{64}")
 _TREES = ("root", "usr")
@@ -112,11 +113,14 @@ class LayerCache:
                 try:
                     self._link(snapshot, draft)
                     working_dir = json.loads((snapshot / "manifest.json").read_bytes())["working_dir"]
-                    bytes_ = size(str(draft))
+                    bytes_ = _cost(draft)
                     if bytes_ > self._most:
                         return
                     record = {"size_bytes": bytes_, "working_dir": working_dir, "boot": machine.boot_id()}
                     (draft / _RECORD).write_text(json.dumps(record))
+                    with contextlib.suppress(OSError):  # of another boot: of no use any more
+                        if self._record(key) is None:
+                            self._remove(key)
                     with contextlib.suppress(OSError):  # another emulator was first: that one is as good
                         draft.rename(place)
                         self._new.append(key)
@@ -169,11 +173,14 @@ class LayerCache:
                 gone.append(one)
             names = {one.key for one in kept} - {one.key for one in gone} | {".lock"}
             for name in set(os.listdir(self.directory)) - names:
-                hidden = self.directory / f".gone-{os.urandom(8).hex()}"
                 with contextlib.suppress(OSError):
-                    os.rename(self.directory / name, hidden)  # never half a layer under its name
-                    remove_tree(hidden)
+                    self._remove(name)
         return gone
+
+    def _remove(self, name: str) -> None:
+        hidden = self.directory / f".gone-{os.urandom(8).hex()}"
+        os.rename(self.directory / name, hidden)  # never half a layer under its name
+        remove_tree(hidden)
 
     def _allowed(self) -> int:
         kept = sum(one.size_bytes for one in self.layers())
@@ -217,6 +224,19 @@ class LayerCache:
             yield
         finally:
             os.close(fd)
+
+
+def _cost(top: Path) -> int:
+    """What it takes on the disk, about: a million empty files are not for nothing, nor are directories."""
+    fd = os.open(top, DIRECTORY)
+    try:
+        return sum(
+            _ENTRY_COSTS + (entry.info.st_size if entry.own < 0 else 0)
+            for entry in walk(fd)
+            if not entry.left
+        )
+    finally:
+        os.close(fd)
 
 
 def foundation() -> str:
