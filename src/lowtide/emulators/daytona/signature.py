@@ -54,9 +54,8 @@ def check(
     given = known(access_key)
     if given is None or given.expires_at < now:
         raise WrongSignature("InvalidAccessKeyId" if given is None else "ExpiredToken")
-    if not hmac.compare_digest(
-        headers.get("x-amz-security-token", "").encode(), given.session_token.encode()
-    ):
+    token = headers.get("x-amz-security-token", "").encode(errors="surrogateescape")
+    if not hmac.compare_digest(token, given.session_token.encode()):
         raise WrongSignature("InvalidToken")
     moment = headers.get("x-amz-date", "")
     listed = names.split(";")

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 BUCKET, REGION = "daytona-volume-builds", "us-east-1"
 LARGEST_OBJECT = 1 << 30
 LARGEST_TOTAL = 8 << 30
+MOST_OBJECTS = 10_000
 MOST_CONTEXTS = 1000
 _GOOD_FOR_SECONDS = 3600.0
 _MOST_KEYS, _MOST_UPLOADS, _MOST_PARTS = 1000, 64, 10_000
 _LARGEST_LIST = 4 << 20  # of parts
 _HASH = re.compile(r"[0-9a-f]{32}")
-_PART = re.compile(rb"<Part\b[^>]*>(.*?)</Part>", re.DOTALL)
 _NUMBER = re.compile(rb"<PartNumber>([0-9]{1,5})</PartNumber>")
 _TAG = re.compile(rb"<ETag>(?:&quot;|&#34;|\")?([0-9a-f]{32})(?:&quot;|&#34;|\")?</ETag>")
 _TRAILER = "STREAMING-UNSIGNED-PAYLOAD-TRAILER"
@@ -65,7 +65,7 @@ class Storage:
         self._ground, self._organization_id = ground, organization_id
         self._given: dict[str, Credentials] = {}
         self._uploads: dict[str, _Upload] = {}
-        self._bytes = 0
+        self._objects = self._bytes = 0
         """Of all objects and parts, those under way too."""
         self._server: asyncio.Server | None = None
         self._opening = asyncio.Lock()
@@ -77,8 +77,8 @@ class Storage:
         """What the SDK needs to send files here for an hour."""
         now = time.time()
         self._given = {key: one for key, one in self._given.items() if one.expires_at > now}
-        if len(self._given) >= _MOST_KEYS:
-            raise Refused(429, "too many temporary keys; they end after an hour")
+        while len(self._given) >= _MOST_KEYS:  # one is asked for with each image
+            del self._given[next(iter(self._given))]
         given = Credentials(
             access_key=secrets.token_hex(10).upper(),
             secret=secrets.token_hex(20),
@@ -142,14 +142,8 @@ class Storage:
                 check_origin(request)
             if len({name.lower() for name, _ in request.raw_headers}) != len(request.raw_headers):
                 raise _No("InvalidRequest", "a header comes twice")
-            body = check(
-                request.method,
-                request.raw_path,
-                request.headers,
-                self._given.get,
-                region=REGION,
-                now=time.time(),
-            )
+            head, now = request.headers, time.time()
+            body = check(request.method, request.raw_path, head, self._given.get, region=REGION, now=now)
             return await self._do(request, body)
         except WrongSignature as error:
             return _xml_error(error.code, "the request is not signed by who may send it", 403)
@@ -220,9 +214,13 @@ class Storage:
 
     def _keep(self, draft: Path, context: str) -> None:
         place = self._place(context)
-        before = place.stat().st_size if place.exists() else 0
+        before = place.stat().st_size if place.exists() else None
+        if before is None and self._objects >= MOST_OBJECTS:
+            self._bytes -= draft.stat().st_size
+            raise _No("TooManyObjects", f"there are {MOST_OBJECTS} objects at most")
         draft.rename(place)
-        self._bytes -= before
+        self._bytes -= before or 0
+        self._objects += before is None
 
     def _begin(self, context: str) -> web.Response:
         while len(self._uploads) >= _MOST_UPLOADS:  # who left in the midst says nothing
@@ -264,8 +262,10 @@ class Storage:
         upload, upload_id = self._upload(request, context), request.query["uploadId"]
         data = b"".join([piece async for piece in _pieces(request, body, _LARGEST_LIST)])
         numbers = []
-        for found in _PART.finditer(data):
-            number, tag = _NUMBER.search(found[1]), _TAG.search(found[1])
+        for part in data.split(b"</Part>")[
+            :-1
+        ]:  # no pattern over all of it: one that begins often and never ends
+            number, tag = _NUMBER.search(part), _TAG.search(part)
             if number is None or tag is None or upload.parts.get(int(number[1]), ("",))[0] != tag[1].decode():
                 raise _No("InvalidPart", "a part was not uploaded as it is named")
             numbers.append(int(number[1]))
@@ -274,7 +274,10 @@ class Storage:
         size = sum(upload.parts[number][1] for number in numbers)
         if size > LARGEST_OBJECT:
             raise _No("EntityTooLarge", f"an object has {LARGEST_OBJECT} bytes at most")
-        del self._uploads[upload_id]  # nothing is added from here on
+        if (
+            self._uploads.pop(upload_id, None) is not upload
+        ):  # completed by another call; nothing is added from here on
+            raise _No("NoSuchUpload", "there is no such upload")
         draft = self._directory / f".{secrets.token_hex(8)}"
         try:
             parts = [self._part(upload_id, number) for number in numbers]
