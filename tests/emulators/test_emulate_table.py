@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from lowtide.cli.commands import emulate
+
 pytest.importorskip("e2b")
 CREATE = "from e2b import Sandbox; s = Sandbox.create(); print(s.sandbox_id)"
 
@@ -87,3 +89,51 @@ def test_in_a_terminal_the_table_follows_the_sandboxes(tmp_path: Path) -> None:
         serving.wait()
         serving.stdout.close()
         os.close(terminal)
+
+
+def test_a_log_that_nobody_reads_is_no_reason_not_to_answer(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            lowtide(
+                "emulate",
+                "e2b",
+                "--plain",
+                "--log",
+                "--",
+                sys.executable,
+                "-c",
+                f"{CREATE}; s.kill(); exit(7)",
+            ),
+            env={**os.environ, "LOWTIDE_HOME": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            stderr=writer,
+            timeout=120,
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, bool(done.stdout.strip())) == (7, True)
+
+
+def test_the_table_is_there_at_once_where_nothing_can_move_and_fits_where_it_is_narrow(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    described = {
+        "providers": {"e2b": "http://127.0.0.1:40000"},
+        "environment": {"E2B_API_KEY": "x", "HTTPS_PROXY": "y"},
+        "admin": {"url": "http://127.0.0.1:40001/_lowtide"},
+        "network": "none",
+    }
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what makes it a terminal
+    for terminal, columns, moves in (("xterm", "120", True), ("xterm", "50", True), ("dumb", "120", False)):
+        monkeypatch.setenv("TERM", terminal)
+        monkeypatch.setenv("COLUMNS", columns)
+        table = emulate._Table(5, moving=True)
+        assert table.moves is moves
+        table.show(described)
+        shown = capsys.readouterr().err  # before its end, which shows it once more
+        table.close()
+        capsys.readouterr()
+        assert "http://127.0.0.1:40000" in shown
+        assert ("E2B_API_KEY" in shown) is (columns == "120")

@@ -117,7 +117,7 @@ async def _run(
         if end.is_set() and not waiting.done():
             end.clear()
             # Ctrl+C in a terminal has reached the command as well; it decides how to end.
-            if not (caught and caught[-1] == signal.SIGINT and sys.stdin.isatty()):
+            if not (caught and caught[-1] == signal.SIGINT and sys.stdin is not None and sys.stdin.isatty()):
                 with contextlib.suppress(ProcessLookupError):
                     child.send_signal(caught[-1] if caught else signal.SIGTERM)
     code = waiting.result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json as json_format
 import shlex
 import sys
@@ -11,6 +12,9 @@ import click
 
 if TYPE_CHECKING:
     from lowtide.emulators.ground import AnsweredCall
+
+
+_WIDTH_FOR_NAMES = 72
 
 
 class _WithCommand(click.Command):
@@ -130,7 +134,8 @@ class _Table:
 
         self._limit = limit
         self._console = Console(stderr=True, highlight=False)
-        self.moves = moving and self._console.is_terminal
+        # A terminal that cannot go back shows what moves at its end only.
+        self.moves = moving and self._console.is_terminal and not self._console.is_dumb_terminal
         self._described: dict[str, Any] = {}
         self._live: Any = None
 
@@ -159,12 +164,15 @@ class _Table:
 
         described = self._described
         table = Table(box=None, pad_edge=False)
-        for title in ("service", "address", "sets"):
+        sets = (
+            self._console.width >= _WIDTH_FOR_NAMES
+        )  # in a narrow terminal they would push the rest out of it
+        for title in ("service", "address", "sets") if sets else ("service", "address"):
             table.add_column(title, overflow="fold")
         table.add_column("sandboxes", justify="right")
         for name, url in described["providers"].items():
             mine = [key for key in described["environment"] if key.startswith(name.upper())]
-            table.add_row(name, url, " ".join(mine), str(alive.get(name, 0)))
+            table.add_row(name, url, *([" ".join(mine)] if sets else []), str(alive.get(name, 0)))
         others = [
             key
             for key in described["environment"]
@@ -172,7 +180,7 @@ class _Table:
         ]
         if others:
             proxy = described["admin"]["url"].removesuffix("/_lowtide")
-            table.add_row("proxy", proxy, " ".join(others))
+            table.add_row("proxy", proxy, *([" ".join(others)] if sets else []))
         network = described["network"]
         bounds = f"at most {self._limit} sandboxes, network: {network}; Ctrl+C ends it and every sandbox"
         return Group(table, Text(bounds))
@@ -182,4 +190,5 @@ def _show_call(call: AnsweredCall) -> None:
     colour = "green" if 200 <= call.status < 400 else "yellow" if 400 <= call.status < 500 else "red"
     status = click.style(str(call.status or "cut"), fg=colour)
     took = f"{call.seconds * 1000:7.1f} ms"
-    click.echo(f"{call.provider:10} {status:>3} {took} {call.alive:4} alive  {call.operation}", err=True)
+    with contextlib.suppress(OSError):  # nobody reads it any more: that is no reason not to answer
+        click.echo(f"{call.provider:10} {status:>3} {took} {call.alive:4} alive  {call.operation}", err=True)

@@ -22,7 +22,9 @@ def _go_on() -> None:
     import importlib.util
 
     here = os.path.dirname(os.path.abspath(__file__))
-    paths = [path for path in sys.path if os.path.abspath(path) != here]
+    paths = list(map(os.path.abspath, sys.path))
+    # After this one alone: that of another lowtide may stand before it, and each would go on with the other.
+    paths = paths[paths.index(here) + 1 :] if here in paths else []
     found = importlib.machinery.PathFinder.find_spec("sitecustomize", paths)
     if found is not None and found.loader is not None:
         module = importlib.util.module_from_spec(found)
