@@ -223,12 +223,17 @@ def test_input_is_delivered_once_when_the_connection_breaks(
         assert process.result(ANSWER).stdout_bytes == b"".join(pieces)
 
 
-def test_a_sandbox_that_ends_under_a_command_is_said_to_be_gone(emulator: Handle) -> None:
+def test_a_sandbox_that_ends_under_a_command_is_said_to_be_gone(
+    emulator: Handle, provider: DaytonaProvider
+) -> None:
     with Sandbox.run(provider="daytona") as box:
         box.exec(["true"]).result(ANSWER)
+        running = box.exec(["sh", "-c", "echo up; exec sleep 1000"])
+        next(iter(running.stdout))
         emulator.faults.add("gone-mid-command", seconds=0.3)
+        _eventually(lambda: run(_cut_websockets(provider)) >= 1)  # it meets the next connection
         with pytest.raises(SandboxGone):
-            box.exec(["sleep", "1000"]).result(ANSWER)
+            running.result(ANSWER)
 
 
 # Creating
