@@ -101,6 +101,7 @@ def test_pause_keeps_the_processes(daytona_create: Create) -> None:
     box.process.exec("(while :; do date +%N >> ticks; sleep 0.1; done) > /dev/null 2>&1 &")
     wait_for(lambda: box.process.exec("cat ticks 2>/dev/null | wc -l").result.strip() not in ("0", ""))
     box.pause()
+    box.refresh_data()  # the SDK may write an older answer over the event that it has waited for
     assert box.state == sdk.SandboxState.PAUSED
     box.start(timeout=0)
     before = int(box.process.exec("wc -l < ticks").result)
