@@ -330,7 +330,10 @@ async def test_without_a_pidfd_an_owner_is_looked_at_instead(
     monkeypatch.setattr(owner_watch, "POLL_SECONDS", 0.02)
     told: list[Owner] = []
     watch = OwnerWatch(lambda owner, why: told.append(owner), descriptors=10)
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+    words = [sys.executable, "-c", "input(1)"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1)  # in the midst of its exec it is no process that anybody could be
         owner = of(process.pid)
         watch.look(owner)
         assert owner in watch
