@@ -38,14 +38,20 @@ FAULTS_OF_2022 = {
     "test_dot_dot_and_links_stay_inside_for_the_file_api": "it loses what comes after a link to /",
 }
 """What gVisor itself does wrong in the version that Debian 12 has; docs/local.md names it."""
+NOW_AND_THEN = {
+    "test_a_log_keeps_the_newest_and_nobody_has_to_read_it": "one blocking write of a flood in fifteen is told EAGAIN"
+}
+"""The same, in a race of its own. The command is told of it, so that no line is lost in silence."""
 
 
 @pytest.fixture(autouse=True)
 def _known_faults(request: pytest.FixtureRequest) -> None:
     known = {**OTHERWISE, **(FAULTS_OF_2022 if _of_2022() else {})}
-    why = known.get(request.node.originalname)
-    if why is not None:
-        request.applymarker(pytest.mark.xfail(reason=why, strict=True))
+    name = request.node.originalname
+    if name in known:
+        request.applymarker(pytest.mark.xfail(reason=known[name], strict=True))
+    elif name in NOW_AND_THEN and _of_2022():
+        request.applymarker(pytest.mark.xfail(reason=NOW_AND_THEN[name], strict=False))
 
 
 def _of_2022() -> bool:
