@@ -27,9 +27,9 @@ APART = (
     "tests/unit/test_cli_image.py",
     "tests/unit/test_cli_snapshot.py",
 )
-"""Of it, what takes two fifths of its time and is the same on every Python: the suite's own rules, the program inside (C, also
+"""Of it, what takes much of its time and is the same on every Python: the suite's own rules, the program inside (C, also
 under gVisor and on another processor), hostile images, pulls and bounds, runs of pytest in pytest, and the commands whose
-tests start a dozen interpreters each."""
+tests start one interpreter after the other."""
 ONE_OF_EACH = "tests/crash/"
 LONG = ("alone", "slow", "engine")
 

@@ -38,10 +38,6 @@ FAULTS_OF_2022 = {
     "test_dot_dot_and_links_stay_inside_for_the_file_api": "it loses what comes after a link to /",
 }
 """What gVisor itself does wrong in the version that Debian 12 has; docs/local.md names it."""
-NOW_AND_THEN = {
-    "test_a_log_keeps_the_newest_and_nobody_has_to_read_it": "one blocking write of a flood in fifteen is told EAGAIN"
-}
-"""The same, in a race of its own. The command is told of it, so that no line is lost in silence."""
 
 
 @pytest.fixture(autouse=True)
@@ -50,8 +46,6 @@ def _known_faults(request: pytest.FixtureRequest) -> None:
     name = request.node.originalname
     if name in known:
         request.applymarker(pytest.mark.xfail(reason=known[name], strict=True))
-    elif name in NOW_AND_THEN and _of_2022():
-        request.applymarker(pytest.mark.xfail(reason=NOW_AND_THEN[name], strict=False))
 
 
 def _of_2022() -> bool:
@@ -69,6 +63,8 @@ globals().update(
             big_file_bytes=50 * 1000 * 1000,
             parallel=4,
             crowd=8,
+            # A blocking write of one flood in fifteen is told EAGAIN; docs/local.md.
+            full_pipe_error="head: error writing 'standard output': Resource temporarily unavailable",
             without=gvisor.LACKS,
         )
     )

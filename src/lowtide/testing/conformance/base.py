@@ -47,6 +47,8 @@ class ProviderUnderTest:
     """False where a sandbox that ends takes the last lines of its log with it."""
     keeps_logs_of_the_ended: bool = True
     """False where a sandbox whose main command has ended is gone, with its log."""
+    full_pipe_error: str = ""
+    """Where a write into a full pipe may fail although it should wait: what a program says of it then."""
     without: frozenset[Capability] = frozenset()
     """What the provider declares and `keywords` take away: tested to be refused."""
 
