@@ -245,3 +245,24 @@ async def test_where_channels_are_few_the_one_that_is_idle_for_longest_lets_go()
         clients.close()
         for place in places.values():
             await place.aclose()
+
+
+async def test_a_client_whose_sandbox_is_ending_under_a_command_ends_with_the_provider() -> None:
+    inside = Inside()
+
+    async def key(sandbox_id: str) -> bytes:
+        return b"k" * 16
+
+    clients = Clients("test", lambda sandbox_id, first: inside.open(first), key)
+    client = await clients.get("here")
+    inside.clients.append(client)
+    try:
+        command = await client.start(ProcessSpec(argv=("sleep", "60")))
+        clients.forget("here")
+        assert client.alive  # its command is to hear how it ended
+        clients.close()
+        assert not client.alive
+        with pytest.raises(SandboxUnavailableError):
+            await command.wait()
+    finally:
+        await inside.aclose()

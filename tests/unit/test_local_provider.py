@@ -435,6 +435,7 @@ async def test_a_destroy_during_create_leaves_nothing(provider: LocalProvider) -
             await task
         await provider.destroy(wanted.lease_id)
         assert await provider.find(wanted) is None
+        await asyncio.to_thread(ending.wait_removed)  # a thread of ours that deletes its files holds them too
         assert not _processes_of(wanted.lease_id)
 
 

@@ -27,12 +27,13 @@ class Clients:
         self._provider, self._open_channel, self._key, self._text = provider, open_channel, key, text
         self._bound_seconds, self._most = bound_seconds, most
         self._clients: dict[str, Client] = {}
+        self._ending: list[Client] = []  # of sandboxes that are ending, while a command still waits to hear of it
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def get(self, sandbox_id: str) -> Client:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            self._loop, self._clients = loop, {}
+            self._loop, self._clients, self._ending = loop, {}, []
         client = self._clients.get(sandbox_id)
         if client is None or not client.alive:
             key = await self._key(sandbox_id)
@@ -69,11 +70,15 @@ class Clients:
         """
         client = self.known(sandbox_id)
         self._clients.pop(sandbox_id, None)
+        self._ending = [one for one in self._ending if one.alive]
         if client is not None and client.idle:
             client.close(goodbye=goodbye)
+        elif client is not None:
+            self._ending.append(client)
 
     def close(self) -> None:
         if self._loop is asyncio.get_running_loop():
-            for client in self._clients.values():
+            for client in (*self._clients.values(), *self._ending):
                 client.close()
         self._clients.clear()
+        self._ending.clear()
