@@ -203,6 +203,7 @@ async def test_one_that_will_never_be_ready_says_why() -> None:
     [
         (errors.SandboxNotFoundError("404"), errors.SandboxGone),
         (info(SandboxState.ENDING), errors.SandboxGone),
+        (info(SandboxState.FAILED), errors.SandboxGone),
         (info(SandboxState.PAUSED), errors.SandboxUnavailableError),
         (info(), errors.SandboxUnavailableError),
         (errors.RequestTimeoutError("no answer"), errors.SandboxUnavailableError),

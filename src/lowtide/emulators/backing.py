@@ -6,11 +6,17 @@ import asyncio
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowtide.errors import LowtideError, ResourceExhaustedError, SandboxUnavailableError, ValidationError
+from lowtide.errors import (
+    LowtideError,
+    ResourceExhaustedError,
+    SandboxGone,
+    SandboxUnavailableError,
+    ValidationError,
+)
 from lowtide.providers.base import (
     Labels,
     Limits,
@@ -43,6 +49,8 @@ class Backing:
         self.provider = local_provider(directory)
         self.limit = limit
         self.network = network or Network()
+        self.ended_itself: list[Callable[[str], None]] = []
+        """Told the id of one that has ended although nobody asked: root inside may kill everything."""
         self._held: set[str] = set()
         self._to_end: set[str] = set()
         self._making = 0
@@ -130,8 +138,14 @@ class Backing:
         tty: TerminalSize | None = None,
     ) -> ProcessHandle:
         spec = ProcessSpec(argv=argv, cwd=cwd, environment=environment or {}, user=user, stdin=stdin, tty=tty)
-        with _this_machine():
-            return await self.provider.start_process(sandbox_id, spec)
+        try:
+            with _this_machine():
+                return await self.provider.start_process(sandbox_id, spec)
+        except SandboxGone:
+            if sandbox_id in self._held:
+                for tell in self.ended_itself:
+                    tell(sandbox_id)
+            raise
 
     async def run(
         self, sandbox_id: str, argv: tuple[str, ...], *, user: str | None = None

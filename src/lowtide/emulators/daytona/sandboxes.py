@@ -42,6 +42,7 @@ class Sandboxes(Changes):
         self._names: dict[str, str] = {}
         self._snapshots = snapshots
         self._volumes = volumes
+        ground.backing.ended_itself.append(self._machine_ended)
 
     def get(self, name: str) -> Sandbox:
         """By id or by name. Refused with 404."""
@@ -305,6 +306,19 @@ class Sandboxes(Changes):
             self._forget(sandbox)
             sandbox.state = SandboxState.DESTROYED
             await self._tell(sandbox, SandboxState.DESTROYING, SandboxState.DESTROYED)
+
+    def _machine_ended(self, backing_id: str) -> None:
+        async def fail(sandbox: Sandbox) -> None:
+            async with sandbox.lock:
+                if sandbox.state is SandboxState.STARTED and sandbox.backing_id == backing_id:
+                    await self.let_go(sandbox)
+                    sandbox.error_reason = "the sandbox's machine has ended"
+                    await self._set(sandbox, SandboxState.ERROR)
+
+        for sandbox in self.table.values():
+            if sandbox.backing_id == backing_id:
+                sandbox.cut.set()  # the request that found out is the first to hear of it
+                self._begin(fail(sandbox))
 
     async def _end_backing(self, sandbox: Sandbox) -> bool:
         """A machine with too much to do may need more than one try; what stays can be deleted again."""

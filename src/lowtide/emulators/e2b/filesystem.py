@@ -16,7 +16,7 @@ from lowtide.emulators.e2b.model import Sandbox, UnknownUser
 from lowtide.emulators.fields import FLAG, TEXT, check_fields, whole
 from lowtide.emulators.request_check import Malformed
 from lowtide.emulators.web import drop
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, SandboxGone
 
 if TYPE_CHECKING:
     from lowtide.emulators.e2b import E2BEmulator
@@ -191,7 +191,7 @@ def as_rpc(error: Exception) -> RpcError:
         return RpcError("invalid_argument", str(error))
     if isinstance(error, AgentError):
         return RpcError(_CODES.get(error.kind, "internal"), str(error))
-    return RpcError("internal", str(error))
+    return RpcError("unavailable" if isinstance(error, SandboxGone) else "internal", str(error))
 
 
 def _event(event: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from lowtide.emulators.fields import FLAG, LIST_OF_TEXT, OBJECT, TEXT, TEXTS, ch
 from lowtide.emulators.guest import UNTIL_SETTLED
 from lowtide.emulators.request_check import Malformed
 from lowtide.emulators.web import drop
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, SandboxGone
 from lowtide.providers.base import TerminalSize
 
 if TYPE_CHECKING:
@@ -305,4 +305,4 @@ def _as_rpc(error: Exception) -> RpcError:
         return RpcError("unauthenticated", str(error))
     if isinstance(error, Malformed):
         return RpcError("invalid_argument", str(error))
-    return RpcError("internal", str(error))
+    return RpcError("unavailable" if isinstance(error, SandboxGone) else "internal", str(error))

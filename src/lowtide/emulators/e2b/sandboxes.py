@@ -44,6 +44,7 @@ class Sandboxes(Users):
         self.templates = Templates(ground)
         self._commands: set[asyncio.Task[None]] = set()
         self.ended: dict[str, tuple[float, Sandbox]] = {}  # for lists that lag
+        ground.backing.ended_itself.append(self._machine_ended)
 
     def get(self, sandbox_id: str) -> Sandbox:
         try:
@@ -127,12 +128,15 @@ class Sandboxes(Users):
     def _start_command(self, sandbox: Sandbox, command: str) -> None:
         """What the template's builder was told to start; it runs as long as the sandbox."""
 
-        async def run() -> None:
-            with contextlib.suppress(LowtideError, NotFound):  # the sandbox has ended
-                words = ("/bin/bash", "-l", "-c", f"cd ~; {command}")
-                await self.ground.backing.run(sandbox.backing, words, user=self.account("user"))
+        words = ("/bin/bash", "-l", "-c", f"cd ~; {command}")
+        self._begin(self.ground.backing.run(sandbox.backing, words, user=self.account("user")))
 
-        task = asyncio.get_running_loop().create_task(run())
+    def _begin(self, work: Awaitable[Any]) -> None:
+        async def quietly() -> None:
+            with contextlib.suppress(LowtideError, NotFound):  # the sandbox has ended
+                await work
+
+        task = asyncio.get_running_loop().create_task(quietly())
         self._commands.add(task)
         task.add_done_callback(self._commands.discard)
 
@@ -256,6 +260,12 @@ class Sandboxes(Users):
             if sandbox.paused_snapshot is not None:
                 with contextlib.suppress(LowtideError):
                     await self.ground.backing.delete_snapshot(sandbox.paused_snapshot)
+
+    def _machine_ended(self, backing_id: str) -> None:
+        for sandbox in list(self.table.values()):
+            if sandbox.backing_id == backing_id and not sandbox.paused:
+                sandbox.cut.set()  # the request that found out is the first to hear of it
+                self._begin(self.kill(sandbox.sandbox_id))
 
     # ------------------------------------------------------------ pausing
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections.abc import AsyncIterator, Collection, Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +44,7 @@ class Devboxes:
         self.table: dict[str, Devbox] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.snapshots = Snapshots(ground, self._begin, self._drop_disk)
+        ground.backing.ended_itself.append(self._machine_ended)
 
     def get(self, devbox_id: str) -> Devbox:
         try:
@@ -132,8 +132,7 @@ class Devboxes:
                     await self.write(devbox, path, self.account.object_content(object_id))
                 self._set(devbox, Status.INITIALIZING)
             except (LowtideError, AgentError, Refused) as error:
-                self.log(devbox, "error", "boot", str(error))
-                await self._end(devbox, Status.FAILURE, failure="execution_failed")
+                await self._fail(devbox, str(error), "boot")
                 return
         for command in devbox.launch.get("launch_commands") or ():
             if await self._launch_command(devbox, command) != 0:
@@ -307,8 +306,11 @@ class Devboxes:
         try:
             yield
         except (LowtideError, Refused) as error:
-            self.log(devbox, "error", "lifecycle", str(error))
-            await self._end(devbox, Status.FAILURE, failure="execution_failed")
+            await self._fail(devbox, str(error))
+
+    async def _fail(self, devbox: Devbox, why: str, source: str = "lifecycle") -> None:
+        self.log(devbox, "error", source, why)
+        await self._end(devbox, Status.FAILURE, failure="execution_failed")
 
     async def shutdown(self, devbox: Devbox, *, force: bool, reason: str = "api_shutdown") -> None:
         """For good. What is over stays so, and says so."""
@@ -320,6 +322,12 @@ class Devboxes:
         async with devbox.lock:
             if devbox.status not in OVER:
                 await self._end(devbox, Status.SHUTDOWN, reason=reason)
+
+    def _machine_ended(self, backing_id: str) -> None:
+        for devbox in self.table.values():
+            if devbox.backing_id == backing_id and devbox.status is Status.RUNNING:
+                self._set(devbox, Status.FAILURE)  # before whoever reads an execution hears that it is over
+                self._begin(self._fail(devbox, "the devbox's machine has ended"))
 
     async def _end(
         self, devbox: Devbox, status: Status, *, reason: str | None = None, failure: str | None = None
@@ -335,7 +343,8 @@ class Devboxes:
         disk, devbox.disk = devbox.disk, None
         if disk is not None:
             await self._drop_disk(disk)
-        self._set(devbox, status)
+        if devbox.status is not status:
+            self._set(devbox, status)
 
     async def _drop_disk(self, disk: str) -> None:
         """A snapshot of a suspended devbox is that devbox's disk: the last of them takes it along."""
@@ -366,9 +375,9 @@ class Devboxes:
         devbox.transitions.append({"status": str(devbox.status), "transition_time_ms": moment})
 
     def _forget_old(self) -> None:
-        over = [one for one in self.table.values() if one.status in OVER]
-        for devbox in itertools.islice(over, max(0, len(over) - _REMEMBERED)):
-            del self.table[devbox.devbox_id]
+        over = [one.devbox_id for one in self.table.values() if one.status in OVER]
+        for name in over[: max(0, len(over) - _REMEMBERED)]:
+            del self.table[name]
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         async def quietly() -> None:

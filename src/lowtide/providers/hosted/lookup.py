@@ -65,7 +65,7 @@ async def explained(
         return error if isinstance(error, errors.SandboxGone) else service.gone(sandbox_id)
     except errors.LowtideError:
         return error
-    if info.state in (SandboxState.ENDING, SandboxState.GONE):
+    if info.state is SandboxState.ENDING or info.state.terminal:
         return service.gone(sandbox_id)
     if info.state in (SandboxState.STOPPED, SandboxState.PAUSED):
         return service.asleep(sandbox_id, info.state.value, wake)

@@ -316,8 +316,8 @@ class Link:
         _, proof, stored, status, self.pid = WELCOME.unpack(payload)
         if status == FORGOTTEN:
             raise SandboxUnavailableError(
-                "the connection into the sandbox was broken for too long, and what its commands said "
-                "meanwhile is not kept any more: start them again",
+                "what ran the commands inside is not there any more: something in the sandbox has ended it, or the "
+                "connection was broken for too long. What they said meanwhile is lost: start them again",
                 retryable=False,
                 **self._context,
             )

@@ -78,6 +78,7 @@ class ModalProvider(hosted.Hosted):
         self._images: dict[Any, Any] = {}
         self._made: dict[str, SandboxInfo] = {}
         self._alone: set[str] = set()
+        self._entered: set[str] = set()  # so it had been started, whatever became of it
         """Made here without a command of its own, and nothing has run in them yet."""
         self._idle_main: set[str] = set()
         """Made here without a command of its own."""
@@ -246,8 +247,8 @@ class ModalProvider(hosted.Hosted):
             self._ending.discard(sandbox_id)
         for known in (self._sandboxes, self._leases, self._made):
             known.pop(sandbox_id, None)
-        self._alone.discard(sandbox_id)
-        self._idle_main.discard(sandbox_id)
+        for kept in (self._alone, self._entered, self._idle_main):
+            kept.discard(sandbox_id)
         by_itself = grace_seconds <= 0 and sandbox.returncode not in (None, lookup.TERMINATED)
         return ended and not by_itself
 
@@ -312,7 +313,7 @@ class ModalProvider(hosted.Hosted):
         try:
             alone = sandbox_id in self._alone
             self._alone.discard(sandbox_id)
-            return await open_channel(
+            channel = await open_channel(
                 sandbox,
                 sandbox_id,
                 create.place(self._leases[sandbox_id]),
@@ -322,6 +323,8 @@ class ModalProvider(hosted.Hosted):
             )
         except LowtideError as error:
             raise await self._explained(sandbox_id, error) from error.__cause__
+        self._entered.add(sandbox_id)
+        return channel
 
     async def _key(self, sandbox_id: str) -> bytes:
         if sandbox_id not in self._leases or self._connection.fresh:
@@ -339,7 +342,8 @@ class ModalProvider(hosted.Hosted):
         return self._ended(sandbox_id, info) if info.state.terminal else error
 
     def _ended(self, sandbox_id: str, info: SandboxInfo) -> LowtideError:
-        if info.state is SandboxState.FAILED and info.reason != "expired" and sandbox_id in self._made:
+        never_ran = sandbox_id in self._made and sandbox_id not in self._entered
+        if info.state is SandboxState.FAILED and info.reason != "expired" and never_ran:
             return SERVICE.failed(sandbox_id, info.reason or "error")
         return SERVICE.gone(sandbox_id)
 

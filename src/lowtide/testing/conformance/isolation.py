@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lowtide import Sandbox
-from lowtide.errors import SandboxFileError, UnsupportedError
+from lowtide.errors import SandboxFileError, SandboxGone, UnsupportedError
 from lowtide.providers.base import Capability
 from lowtide.testing.conformance.base import (
     ANSWER_SECONDS,
@@ -63,6 +63,12 @@ class IsolationConformance(Conformance):
         assert token not in commands_inside(two)
         two.exec(["sh", "-c", "kill -9 -1"]).exception(ANSWER_SECONDS)  # may well end `two` itself
         assert running.poll() is None
+        after = two.exec(["true"]).exception(ANSWER_SECONDS)
+        if after is None:
+            assert two.get_status() == "running"
+        else:  # then it says so, and so does the service
+            assert isinstance(after, SandboxGone), after
+            assert two.get_status() in ("completed", "failed", "terminated")
 
     def test_dot_dot_and_links_stay_inside_for_the_file_api(
         self, box: Sandbox, place: str, tmp_path: Path
