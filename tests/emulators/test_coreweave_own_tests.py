@@ -13,7 +13,6 @@ pytest.importorskip("cwsandbox")
 SCRIPT = Path(__file__).parents[2] / "scripts" / "cwsandbox_tests"
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_sdks_own_tests_pass_but_those_that_fail_for_reasons_of_their_own() -> None:

@@ -13,7 +13,6 @@ pytest.importorskip("runloop_api_client")
 SCRIPT = Path(__file__).parents[2] / "scripts" / "runloop_smoketests"
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_sdks_own_smoke_tests_pass() -> None:
