@@ -27,9 +27,8 @@ class Clients:
         self._provider, self._open_channel, self._key, self._text = provider, open_channel, key, text
         self._bound_seconds, self._most = bound_seconds, most
         self._clients: dict[str, Client] = {}
-        self._ending: list[
-            Client
-        ] = []  # of sandboxes that are ending, while a command still waits to hear of it
+        self._ending: list[Client] = []
+        """Of sandboxes that are ending, while a command still waits to hear of it."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def get(self, sandbox_id: str) -> Client:

@@ -78,8 +78,9 @@ class ModalProvider(hosted.Hosted):
         self._images: dict[Any, Any] = {}
         self._made: dict[str, SandboxInfo] = {}
         self._alone: set[str] = set()
-        self._entered: set[str] = set()  # so it had been started, whatever became of it
         """Made here without a command of its own, and nothing has run in them yet."""
+        self._entered: set[str] = set()
+        """The program inside was reached: so they had been started, whatever became of them."""
         self._idle_main: set[str] = set()
         """Made here without a command of its own."""
         self._ending: set[str] = set()
