@@ -18,7 +18,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
-from lowtide.errors import LowtideError, SandboxError, ValidationError
+from lowtide.errors import LowtideError, SandboxError, SandboxFileError, ValidationError
 from lowtide.operation import Operation
 
 if TYPE_CHECKING:
@@ -61,6 +61,10 @@ class RemoteFunction(Generic[P, R]):
     ) -> None:
         self._session, self._options = session, dict(options)
         self._temp_dir, self._timeout_seconds = temp_dir, timeout_seconds
+        if not hasattr(function, "__name__") or inspect.ismethod(function):
+            kind = "a method" if inspect.ismethod(function) else f"a {type(function).__name__}"
+            words = f"{kind} cannot be run in a sandbox: write a function, with def, that calls it"
+            raise ValidationError(words, argument="function")
         self.function = function
         self.__name__, self.__doc__ = function.__name__, function.__doc__
         self._parts = _Parts(function)
@@ -79,7 +83,14 @@ class RemoteFunction(Generic[P, R]):
 
     def map(self, items: Iterable[tuple[Any, ...]]) -> list[Operation[R]]:
         """`remote` for each tuple of arguments, all at once; none where one is refused."""
-        return [self._start(given) for given in [self._given(tuple(item), {}) for item in items]]
+        calls = list(items)
+        for item in calls:
+            if not isinstance(item, tuple | list):
+                raise ValidationError(
+                    f"map() takes a tuple of arguments for each call, not a {type(item).__name__}: ({item!r},)",
+                    argument="items",
+                )
+        return [self._start(given) for given in [self._given(tuple(item), {}) for item in calls]]
 
     def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """All that the call needs there."""
@@ -99,7 +110,7 @@ class RemoteFunction(Generic[P, R]):
                 check=True,
                 timeout_seconds=self._timeout_seconds,
             )
-            answer = await sandbox.read_file(path, max_bytes=_LARGEST_RESULT)
+            answer = await self._answer(sandbox, path)
         finally:
             await self._end(sandbox)
         try:
@@ -107,6 +118,13 @@ class RemoteFunction(Generic[P, R]):
         except (ValueError, RecursionError) as error:
             raise SandboxError(f"{self.__name__}: what came back is not its result") from error
         return result
+
+    async def _answer(self, sandbox: Sandbox, path: str) -> bytes:
+        try:
+            return await sandbox.read_file(path, max_bytes=_LARGEST_RESULT)
+        except SandboxFileError as error:  # of a file that the caller knows nothing of
+            words = f"{self.__name__} ended without a result (by sys.exit?), or with one over {_LARGEST_RESULT} bytes"
+            raise SandboxError(words, provider=error.provider, sandbox_id=error.sandbox_id) from error
 
     async def _end(self, sandbox: Sandbox) -> None:
         """What cannot be ended now stays in the session and the ledger, and does not hide the call's own outcome."""
@@ -168,7 +186,8 @@ class _Parts:
 
 
 def _scope(function: Any) -> dict[str, Any]:
-    """What the names mean that are not the function's own."""
+    """What the names mean that are not the function's own. Of a decorated one: where it, not its wrapper, was written."""
+    function = inspect.unwrap(function)
     scope = dict(function.__globals__)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:

@@ -124,14 +124,20 @@ class StreamReader(Generic[T]):
 
     async def room(self) -> None:
         """Wait until the reader has caught up. Without it, memory is not bounded."""
+        while (room := self.crowded()) is not None:
+            await room
+
+    def crowded(self) -> asyncio.Future[None] | None:
+        """What to wait for before more is put, for who must not hold the reader meanwhile; None: there is room."""
         import asyncio
 
-        while self._buffered > _HIGH_WATER:
-            with self._lock:
-                if self._buffered <= _HIGH_WATER:
-                    return
-                self._room = asyncio.get_running_loop().create_future()
-            await self._room
+        if self._buffered <= _HIGH_WATER:
+            return None
+        with self._lock:
+            if self._buffered <= _HIGH_WATER:
+                return None
+            self._room = asyncio.get_running_loop().create_future()
+            return self._room
 
     def end(self, error: BaseException | None = None) -> None:
         """No more will come; `error` is raised when what has come is read."""

@@ -257,3 +257,10 @@ def test_many_sandboxes_at_once_need_more_than_one_connection(
         boxes = [session.sandbox() for _ in range(5)]
         running = [box.exec(["sh", "-c", "echo in; sleep 0.2"]) for box in boxes]
         assert [one.result(SECONDS).stdout for one in running] == ["in\n"] * 5
+
+
+def test_the_log_of_one_that_has_ended_is_gone_with_it(emulator: Any) -> None:
+    with Sandbox.run("sh", "-c", "echo said", provider="coreweave") as box:
+        box.wait_until_complete().result(60)
+        with pytest.raises(SandboxGone):
+            "".join(box.stream_logs())

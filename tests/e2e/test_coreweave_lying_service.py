@@ -163,6 +163,28 @@ async def test_a_replay_that_answers_with_anothers_sandbox_proves_nothing() -> N
         assert await provider.replay(spec()) is None
 
 
+@pytest.mark.parametrize("lie", ["another's", "nobody's"])
+async def test_an_answer_about_another_sandbox_does_not_prove_that_this_one_is_gone(lie: str) -> None:
+    service = Service()
+    over = service.pb.Sandbox(sandbox_id="another" if lie == "another's" else "")
+    over.status.state = service.pb.STATE_TERMINATED
+
+    def ignored(request: Any, honest: Any) -> Any:
+        service.table[request.sandbox_id].status.state = service.pb.STATE_RUNNING
+        del service.lies["DeleteSandbox"]
+        return service.pb.DeleteSandboxResponse(sandbox=over)
+
+    async with service.provider() as provider:
+        made = await provider.create(spec())
+        service.lies["GetSandbox"] = lambda request, honest: over
+        with pytest.raises(SandboxUnavailableError):
+            await provider.get(made.sandbox_id)
+        del service.lies["GetSandbox"]
+        service.lies["DeleteSandbox"] = ignored
+        assert await provider.destroy(made.sandbox_id)
+        assert service.running() == []
+
+
 async def test_the_share_token_is_had_after_a_lost_answer() -> None:
     import grpc
 

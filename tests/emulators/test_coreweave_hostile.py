@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -161,6 +162,19 @@ def test_what_does_not_parse_is_an_invalid_argument(served: Handle, send: Any) -
     create = next(method for method in methods() if method.name == "CreateSandbox")
     for data in (b"\xff", b"\x0a\x05ab", b"\x12\x02\xff\xfe"):
         assert send(create, data) == "INVALID_ARGUMENT"
+
+
+def test_a_create_goes_on_when_its_caller_has_left(served: Handle, send: Any) -> None:
+    served.faults.add("create-slow", seconds=0.6)
+    spec = pb.SandboxSpec(containers=[pb.Container(image="x", command="true")], tags=["left"])
+    asked = pb.CreateSandboxRequest(sandbox=pb.Sandbox(spec=spec)).SerializeToString()
+    create = next(method for method in methods() if method.name == "CreateSandbox")
+    assert send(create, asked, timeout=0.2) == "DEADLINE_EXCEEDED"
+    deadline, listed = time.monotonic() + 20, pb.ListSandboxesResponse()
+    while not listed.sandboxes:
+        assert time.monotonic() < deadline, "nothing came of it"
+        asked_for = pb.ListSandboxesRequest(tags=["left"], show_terminated=True)
+        listed = pb.ListSandboxesResponse.FromString(send.call("ListSandboxes", asked_for))
 
 
 def test_a_method_that_is_not_there_is_unimplemented(served: Handle, send: Any) -> None:

@@ -245,6 +245,20 @@ def test_logs_go_on_where_a_session_stopped_and_end_with_lines(service: Service)
     assert stamped[0].data.endswith(b"Z three\n")
 
 
+def test_a_line_of_a_log_ends_at_its_newline_alone(service: Service) -> None:
+    made = service.CreateSandbox(
+        asked("sh", "-c", "printf 'one\n10%%\r20%%\r30%%\n'; exec sleep 600")
+    ).sandbox_id
+    service.until(made, pb.STATE_RUNNING)
+    until = time.monotonic() + 30
+    while not list(service.StreamLogs(pb.StreamLogsRequest(sandbox_id=made))):
+        assert time.monotonic() < until
+    tail = service.StreamLogs(pb.StreamLogsRequest(sandbox_id=made, tail_lines=1))
+    assert b"".join(one.data for one in tail) == b"10%\r20%\r30%\n"
+    stamped = service.StreamLogs(pb.StreamLogsRequest(sandbox_id=made, timestamps=True))
+    assert b"".join(one.data for one in stamped).count(b"Z ") == 2
+
+
 def test_templates_are_overlaid_by_what_is_given(coreweave: Handle, service: Service) -> None:
     templates = sandbox_template_pb2_grpc.SandboxTemplateServiceStub(service.channel)
     template = sandbox_template_pb2.SandboxTemplate(

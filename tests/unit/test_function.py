@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import math
+import operator
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -146,6 +150,48 @@ def test_an_argument_without_an_end_is_refused_and_none_of_many_runs(session: Se
         with pytest.raises(ValidationError, match="an argument is not JSON"):
             takes.map([(1,), (argument,)])
     assert session.sandbox_count == 0
+
+
+def test_one_that_ends_without_a_result_is_no_missing_file(session: Session) -> None:
+    @session.function()
+    def leaves() -> None:
+        sys.exit(0)
+
+    with pytest.raises(SandboxError, match="leaves ended without a result") as caught:
+        leaves.remote().result(60)
+    assert not isinstance(caught.value, OSError)
+
+
+def test_what_is_no_function_of_its_own_is_refused(session: Session) -> None:
+    for given in (functools.partial(tripled, 1), operator.itemgetter(0), session.close):
+        with pytest.raises(ValidationError, match="cannot be run in a sandbox"):
+            session.function()(given)
+
+
+@pytest.mark.parametrize("item", [1, "ab", b"ab", None])
+def test_arguments_of_a_map_come_in_tuples(session: Session, item: object) -> None:
+    @session.function()
+    def takes(*x: object) -> None: ...
+
+    with pytest.raises(ValidationError, match="a tuple of arguments for each call"):
+        takes.map([(1,), item])  # type: ignore[list-item]
+    assert session.sandbox_count == 0
+
+
+def test_names_of_a_decorated_one_mean_what_they_do_where_it_was_written(session: Session) -> None:
+    @session.function()
+    @contextlib.contextmanager
+    def wrapped() -> Iterator[int]:
+        yield FACTOR
+
+    assert "FACTOR" in wrapped._parts.values
+
+    @session.function()
+    @functools.cache
+    def cached(x: int) -> int:
+        return tripled(x)
+
+    assert cached.remote(2).result(60) == 6
 
 
 def test_a_closed_session_takes_no_calls() -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -359,3 +360,14 @@ def test_the_bound_is_said_and_set(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     said = [check for check in doctor._defaults(environ) if not check.ok]
     assert len(said) == 3
     assert all("cannot be held" in check.why for check in said)
+
+
+def test_the_end_of_one_sandbox_does_not_read_the_processes_of_all(tmp_path: Path) -> None:
+    """They are in one group: 200 ends would read 200 lists of a thousand processes."""
+    inner = tmp_path / "group" / "lowtide-shared"
+    inner.mkdir(parents=True)
+    os.mkfifo(inner / "cgroup.procs")  # whoever reads it waits
+    ending = threading.Thread(target=bound_groups.release, args=([str(inner.parent)],), daemon=True)
+    ending.start()
+    ending.join(10)
+    assert not ending.is_alive()

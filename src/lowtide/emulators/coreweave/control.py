@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from cwsandbox._proto import sandbox_pb2 as pb
@@ -30,16 +31,23 @@ class Control(Inside):
     # ------------------------------------------------------------ creating
 
     async def CreateSandbox(self, request: Any, context: Any) -> Any:
-        return await self._create(request, request.sandbox.spec, request.sandbox.display_name, context)
+        return await self._made(
+            self._create(request, request.sandbox.spec, request.sandbox.display_name, context)
+        )
 
     async def CreateSandboxFromTemplate(self, request: Any, context: Any) -> Any:
         template = self.emulator.templates.get(request.template_id)
         merged = self.emulator.templates.merged(template, request.overrides)
         source = (template.sandbox_template_id, template.revision)
-        return await self._create(request, merged, request.display_name, context, source)
+        return await self._made(self._create(request, merged, request.display_name, context, source))
 
     async def CreateSandboxFromFile(self, request: Any, context: Any) -> Any:
-        return await self._create(request, compose.spec(request), request.display_name, context)
+        return await self._made(self._create(request, compose.spec(request), request.display_name, context))
+
+    @staticmethod
+    async def _made(create: Coroutine[Any, Any, Any]) -> Any:
+        """It goes on when the caller has left, whose call gRPC cancels: what it asked for is under way."""
+        return await asyncio.shield(asyncio.get_running_loop().create_task(create))
 
     async def _create(
         self,
@@ -65,8 +73,7 @@ class Control(Inside):
         if take(FaultName.CREATE_FAILS, "coreweave", facts):
             raise Refused(Code.INTERNAL, "the sandbox could not be created")
         if fault := take(FaultName.CREATE_SLOW, "coreweave", facts):
-            # It goes on when the caller has left: what it asked for is under way.
-            await asyncio.shield(asyncio.sleep(fault.seconds or 1.0))
+            await asyncio.sleep(fault.seconds or 1.0)
             if known := self._known(request.request_id, digest):
                 return known.view(created=True)
         slow = take(FaultName.START_SLOW, "coreweave", facts)

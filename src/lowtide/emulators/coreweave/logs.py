@@ -11,6 +11,7 @@ from typing import Any
 from cwsandbox._proto import sandbox_pb2 as pb
 
 from lowtide.emulators.coreweave.model import stamp
+from lowtide.providers.last_lines import last_lines
 
 _KEPT = 16 << 20
 _SESSIONS = 64
@@ -100,16 +101,14 @@ class Log:
         if request.tail_lines <= 0:
             return first, b""
         printed = b"".join(data for _, data in self.pieces[first - self.dropped :])
-        lines = printed.splitlines(keepends=True)[-request.tail_lines :]
-        return self.dropped + len(self.pieces), b"".join(lines)
+        return self.dropped + len(self.pieces), last_lines(printed, request.tail_lines, cut=False)
 
 
 def _stamped(when: float, data: bytes, fresh: bool) -> tuple[bytes, bool]:
     mark = datetime.fromtimestamp(when, UTC).isoformat().replace("+00:00", "Z").encode() + b" "
-    lines = data.splitlines(keepends=True)
-    return b"".join(
-        (mark if number or fresh else b"") + line for number, line in enumerate(lines)
-    ), data.endswith(b"\n")
+    ended = data.endswith(b"\n")
+    lines = data.removesuffix(b"\n").replace(b"\n", b"\n" + mark) + b"\n" * ended
+    return (mark if fresh else b"") + lines, ended
 
 
 def _error(code: str, message: str) -> Any:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from lowtide.errors import LowtideError, SandboxUnavailableError
+from lowtide.errors import LowtideError, RequestTimeoutError, SandboxUnavailableError
 from lowtide.providers.coreweave.access import messages
 from lowtide.providers.coreweave.create import PLACE
 from lowtide.providers.coreweave.errors import DOMAIN, SERVICE
@@ -116,12 +116,16 @@ async def open_channel(provider: CoreWeaveProvider, sandbox_id: str, first: byte
     alone = provider.alone(sandbox_id)
     deadline = time.monotonic() + _START_SECONDS
     for delay in backoff(0.005, 0.5):
-        channel = ExecChannel((await provider.connections()).stream("StreamExec"), sandbox_id)
+        connections = await provider.connections()
+        call = connections.stream("StreamExec")
+        channel = ExecChannel(call, sandbox_id)
         failure: LowtideError | None = None
         try:
             if await channel.open(first, alone=alone):
                 return channel
         except LowtideError as error:
+            if isinstance(error, RequestTimeoutError):
+                connections.give_up(call)
             failure = await provider.explained(sandbox_id, error)
             failure.__cause__ = failure.__cause__ or error.__cause__
         except BaseException:

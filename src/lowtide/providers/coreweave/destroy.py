@@ -25,6 +25,8 @@ async def destroy(connections: Connections, sandbox_id: str, grace_seconds: floa
         answer = await connections.call("DeleteSandbox", asked, grace + 15.0, sandbox_id)
         if not answer.HasField("sandbox"):
             return End.MISSING
+        if answer.sandbox.sandbox_id != sandbox_id:
+            return End.ACCEPTED  # what is looked at next is this one
         state = lookup.info(answer.sandbox).state
         if state is SandboxState.GONE and running:
             return End.GONE

@@ -7,7 +7,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from lowtide.errors import SandboxNotFoundError
+from lowtide.errors import SandboxNotFoundError, SandboxUnavailableError
 from lowtide.providers.base import SandboxInfo, SandboxSpec, SandboxState
 from lowtide.providers.coreweave.access import messages
 from lowtide.providers.coreweave.create import labels_of, lease_tags
@@ -60,11 +60,15 @@ def of_lease(box: Any, spec: SandboxSpec) -> SandboxInfo | None:
 
 
 async def message(connections: Connections, sandbox_id: str) -> Any:
-    """The service's own description. Raises SandboxNotFoundError."""
+    """The service's own description. Raises SandboxNotFoundError; an answer about another one, or none, is no proof."""
     if not is_word(sandbox_id):
         raise SERVICE.missing(sandbox_id)
     asked = messages().GetSandboxRequest(sandbox_id=sandbox_id)
-    return await connections.call("GetSandbox", asked, SECONDS, sandbox_id)
+    box = await connections.call("GetSandbox", asked, SECONDS, sandbox_id)
+    if box.sandbox_id != sandbox_id:
+        words = f"CoreWeave answered with another sandbox than {sandbox_id}"
+        raise SERVICE.error(SandboxUnavailableError, words, sandbox_id)
+    return box
 
 
 async def get(connections: Connections, sandbox_id: str) -> SandboxInfo:

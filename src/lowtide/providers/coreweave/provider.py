@@ -238,15 +238,20 @@ class CoreWeaveProvider(hosted.Hosted):
         return await self.forwarded_url(sandbox_id, port)
 
     async def logs(self, sandbox_id: str, *, follow: bool, tail_lines: int | None) -> AsyncIterator[bytes]:
-        asked = messages().StreamLogsRequest(sandbox_id=sandbox_id, follow=follow, tail_lines=tail_lines or 0)
+        # More lines than its field can count are all of them.
+        lines = min(tail_lines or 0, 2**31 - 1)
+        asked = messages().StreamLogsRequest(sandbox_id=sandbox_id, follow=follow, tail_lines=lines)
         silence = None if follow else lookup.SECONDS
         entries = (await self.connections()).entries("StreamLogs", asked, silence)
-        async with contextlib.aclosing(entries):  # type: ignore[type-var]
-            async for entry in entries:
-                if entry.HasField("error"):
-                    words = f"the log broke off: {entry.error.message[:400]}"
-                    raise SERVICE.error(SandboxUnavailableError, words, sandbox_id)
-                yield bytes(entry.data)
+        try:
+            async with contextlib.aclosing(entries):  # type: ignore[type-var]
+                async for entry in entries:
+                    if entry.HasField("error"):
+                        words = f"the log broke off: {entry.error.message[:400]}"
+                        raise SERVICE.error(SandboxUnavailableError, words, sandbox_id)
+                    yield bytes(entry.data)
+        except LowtideError as error:
+            raise await self.explained(sandbox_id, error) from error.__cause__
 
     async def snapshot(self, sandbox_id: str, name: str) -> str:
         return await snapshots.take(await self.connections(), sandbox_id)

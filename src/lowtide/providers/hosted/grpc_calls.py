@@ -12,7 +12,7 @@ from lowtide.errors import SandboxUnavailableError
 from lowtide.providers.hosted import forked_grpc as forked
 from lowtide.providers.hosted.service import Service
 
-ALREADY_EXISTS, INTERNAL, UNAVAILABLE = 6, 13, 14
+DEADLINE_EXCEEDED, ALREADY_EXISTS, INTERNAL, UNAVAILABLE = 4, 6, 13, 14
 _DETAILS = "grpc-status-details-bin"
 _LARGEST_MESSAGE = 100 << 20
 _PAGES = 1000
@@ -63,6 +63,36 @@ def has_status(error: BaseException, status: int) -> bool:
     return isinstance(error.__cause__, Refusal) and error.__cause__.status == status
 
 
+class _Connection:
+    """One, and what is under way on it."""
+
+    def __init__(self, channel: Any, stub: Any) -> None:
+        self.channel, self._stub = channel, stub
+        self.calls: set[Any] = set()
+        self._left = False
+        self._closing: asyncio.Task[None] | None = None
+
+    def begin(self, method: str, *request: Any, **more: Any) -> Any:
+        call = getattr(self._stub, method)(*request, **more)
+        self.calls.add(call)
+        call.add_done_callback(self._over)
+        return call
+
+    def leave(self) -> None:
+        """Nothing begins on it any more: it is closed with the last that did."""
+        self._left = True
+        self._over(None)
+
+    @property
+    def closed(self) -> bool:
+        return self._closing is not None and self._closing.done()
+
+    def _over(self, call: Any) -> None:
+        self.calls.discard(call)
+        if self._left and not self.calls and self._closing is None:
+            self._closing = asyncio.get_running_loop().create_task(self.channel.close())
+
+
 class Connections:
     """Of one event loop. Requests have one connection; streams have others, and never stand in a request's way."""
 
@@ -71,9 +101,9 @@ class Connections:
         self.loop = asyncio.get_running_loop()
         self._url, self._stub, self._service, self._domain = url, stub, service, domain
         self._metadata = (("authorization", f"Bearer {key}"),)
-        self._all: list[Any] = []
         self._requests = self._open()
-        self._streams: list[tuple[Any, set[Any]]] = []
+        self._streams: list[_Connection] = []
+        self._silent: list[_Connection] = []
 
     async def pages(self, method: str, request: Any, rows: str, seconds: float) -> AsyncIterator[Any]:
         """The rows of all pages of a list."""
@@ -94,15 +124,16 @@ class Connections:
             # A connection that has just broken fails what is asked next, too. What only looks is asked again.
             delays = [0.05, 0.2, 0.5] if method.startswith(("Get", "List")) else []
             while True:
+                connection = self._requests
                 try:
-                    answer = await getattr(self._requests, method)(
-                        request, metadata=self._metadata, timeout=seconds
-                    )
+                    answer = await connection.begin(method, request, metadata=self._metadata, timeout=seconds)
                     if answer is None:
                         raise unreadable()
                     return answer
                 except forked.rpc_error() as error:
                     found = refusal(error, self._domain)
+                    if found.status == DEADLINE_EXCEEDED:
+                        self._leave(connection)
                     if not delays or found.status != UNAVAILABLE:
                         raise found from error
                 await asyncio.sleep(delays.pop(0))
@@ -112,25 +143,36 @@ class Connections:
 
     def stream(self, method: str) -> Any:
         """A new stream, both ways."""
-        return self._begin(method, ())
+        return self._stream_connection().begin(method, metadata=self._metadata)
 
-    def _begin(self, method: str, request: tuple[Any, ...]) -> Any:
-        stub, streams = self._stream_stub()
-        call = getattr(stub, method)(*request, metadata=self._metadata)
-        streams.add(call)
-        call.add_done_callback(streams.discard)
-        return call
-
-    def _stream_stub(self) -> tuple[Any, set[Any]]:
+    def _stream_connection(self) -> _Connection:
         for one in self._streams:
-            if len(one[1]) < _STREAMS:
+            if len(one.calls) < _STREAMS:
                 return one
-        self._streams.append((self._open(), set()))
+        self._streams.append(self._open())
         return self._streams[-1]
+
+    def give_up(self, call: Any) -> None:
+        """A stream on which nothing came: those that begin from now on have another connection."""
+        for one in self._streams:
+            if call in one.calls:
+                return self._leave(one)
+
+    def _leave(self, silent: _Connection) -> None:
+        """Its other end may have vanished (a router forgot it, this machine was elsewhere meanwhile), which shows in a
+        quarter of an hour. It may also be slow: what is under way on it is left to come to its end."""
+        if silent is self._requests:
+            self._requests = self._open()
+        elif silent in self._streams:
+            self._streams.remove(silent)
+        else:
+            return
+        self._silent = [one for one in self._silent if not one.closed] + [silent]
+        silent.leave()
 
     async def entries(self, method: str, request: Any, silence: float | None) -> AsyncIterator[Any]:
         """What an answer that is a stream says, on a connection for streams. `silence`: the most between two entries."""
-        call = self._begin(method, (request,))
+        call = self._stream_connection().begin(method, request, metadata=self._metadata)
         with self._service.mapped(request.sandbox_id):
             try:
                 while True:
@@ -147,10 +189,10 @@ class Connections:
                 call.cancel()
 
     async def aclose(self) -> None:
-        for channel in self._all:
-            await channel.close()
+        for one in (self._requests, *self._streams, *self._silent):
+            await one.channel.close()
 
-    def _open(self) -> Any:
+    def _open(self) -> _Connection:
         grpc = forked.grpc()
         options = (
             ("grpc.max_send_message_length", _LARGEST_MESSAGE),
@@ -158,6 +200,10 @@ class Connections:
             ("grpc.use_local_subchannel_pool", 1),  # else all channels to one address share one connection
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 5000),
+            # Servers end connections that ask more often than every five minutes. This also has the kernel give up
+            # what nobody acknowledges for so long, instead of after a quarter of an hour.
+            ("grpc.keepalive_time_ms", 330_000),
+            ("grpc.keepalive_timeout_ms", 20_000),
         )
         parts = urlsplit(self._url)
         secure = parts.scheme == "https"
@@ -166,5 +212,4 @@ class Connections:
             channel = grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(), options=options)
         else:
             channel = grpc.aio.insecure_channel(target, options=options)
-        self._all.append(channel)
-        return self._stub(channel)
+        return _Connection(channel, self._stub(channel))

@@ -81,6 +81,7 @@ class FeaturesConformance(Conformance):
         eventually(lambda: len("".join(box.stream_logs())) == 11, what="what the main command prints")
         assert sorted("".join(box.stream_logs()).split()) == ["1", "2", "3", "four"]
         assert len("".join(box.stream_logs(tail_lines=2)).split()) == 2
+        assert len("".join(box.stream_logs(tail_lines=2**31)).split()) == 4
         with pytest.raises(ValidationError):
             box.stream_logs(tail_lines=0)
         assert sorted(_log_from_elsewhere(provider, box.sandbox_id).split()) == [b"1", b"2", b"3", b"four"]
