@@ -27,6 +27,7 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 log = logging.getLogger("lowtide.mcp")
 
@@ -152,9 +153,15 @@ class Clients:
                 log.info("a client has gone; its sandboxes end")
                 # Each by itself: one that takes long must not keep the others' alive. Forgotten at once, so that
                 # nobody comes back to it meanwhile.
-                ending = asyncio.create_task(_close(self._clients.pop(name)))
+                ending = asyncio.create_task(self._give_up(name, self._clients.pop(name)))
                 self._ending.add(ending)
                 ending.add_done_callback(self._ending.discard)
+
+    async def _give_up(self, name: str, client: _Client) -> None:
+        """The server's own session goes with it: there are only so many, and it would wait for its client as if it had none."""
+        if name:
+            await _delete(self._app, name)
+        await _close(client)
 
     async def _end(self, name: str) -> None:
         client = self._clients.pop(name, None)
@@ -167,6 +174,23 @@ async def _close(client: _Client) -> None:
         await client.connection.close()
     except Exception:
         log.exception("at the end of a connection")
+
+
+async def _delete(app: App, name: str) -> None:
+    """As the client itself would have done it."""
+    headers = [(b"host", b"127.0.0.1:0"), (SESSION_HEADER, name.encode("latin-1"))]
+    scope = {"type": "http", "method": "DELETE", "path": "/mcp", "query_string": b"", "headers": headers}
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b""}
+
+    async def send(_: Message) -> None:
+        pass
+
+    try:
+        await app(scope, receive, send)
+    except Exception:
+        log.exception("at the end of a session")
 
 
 def serve_http(
