@@ -19,7 +19,7 @@ from typing import Any
 import uvicorn
 from mcp.server.mcpserver import Context, MCPServer
 
-from lowtide.errors import SessionClosedError
+from lowtide.errors import SessionClosedError, ValidationError
 from lowtide.integrations.mcp.connection import Bounds, Connection
 from lowtide.integrations.mcp.server import make_server
 
@@ -206,7 +206,11 @@ def serve_http(
     clients = Clients(defaults, bounds, token=token, idle_seconds=idle_seconds)
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(("127.0.0.1", port))
+        try:
+            listening.bind(("127.0.0.1", port))
+        except OSError as error:
+            why = f"port {port} of 127.0.0.1 cannot be served: {error.strerror}; 0 takes any that is free"
+            raise ValidationError(why, argument="--http") from error
         listening.listen()
         ready(f"http://127.0.0.1:{listening.getsockname()[1]}/mcp")
         config = uvicorn.Config(clients, log_level="warning", timeout_graceful_shutdown=2, access_log=False)
