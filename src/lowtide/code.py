@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import logging
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from lowtide.errors import (
     CommandTimeoutError,
     LowtideError,
     SandboxError,
+    SandboxGone,
     SandboxUnavailableError,
     UnsupportedError,
 )
@@ -26,6 +28,8 @@ from lowtide.providers.optional import CodeResult
 
 if TYPE_CHECKING:
     from lowtide.held_sandbox import HeldSandbox
+
+log = logging.getLogger("lowtide")
 
 _PYTHON = ("python", "py")
 _SAID_BYTES = 2000
@@ -70,8 +74,13 @@ class CodeRunner:
             )
         if "failed" in answer:
             raise SandboxError(f"the interpreter failed: {answer['failed']}", **self._life.context)
-        result = answer["result"]
-        if result["timed_out"]:
+        result: Any = answer.get("result")
+        if not _is_result(result):
+            raise SandboxError(
+                "the answer cannot be read: something in the sandbox spoke for the interpreter",
+                **self._life.context,
+            )
+        if result["timed_out"] and timeout_seconds is not None:
             raise CommandTimeoutError(
                 f"the code was given up after {timeout_seconds:g} seconds", **self._life.context
             )
@@ -158,7 +167,7 @@ class CodeRunner:
 
     async def _read(self, handle: ProcessHandle) -> None:
         held = bytearray()
-        code: int | None = None
+        problem: LowtideError | None = None
         try:
             async for stream, data in handle.output():
                 if stream != STDOUT:
@@ -176,10 +185,17 @@ class CodeRunner:
                     self._said = b"an answer over %d bytes" % _ANSWER_BYTES
                     await handle.terminate(0.0)
                     break
-            code = await handle.wait()
+            problem = self._ended(await handle.wait())
+        except SandboxGone as error:
+            problem = error
+        except Exception as error:
+            # Of the connection; or this is no answer: everything in the sandbox can write there.
+            log.debug("the interpreters are given up", exc_info=error)
+            with contextlib.suppress(LowtideError, OSError):
+                await handle.terminate(0.0)
         finally:
             self._handle = None
-            problem = self._ended(code)
+            problem = problem or self._ended(None)
             for waiting in self._waiting.values():
                 if not waiting.done():
                     waiting.set_exception(problem)
@@ -201,3 +217,16 @@ class CodeRunner:
             "without their state",
             **self._life.context,
         )
+
+
+def _is_result(result: Any) -> bool:
+    return (
+        isinstance(result, dict)
+        and isinstance(result.get("stdout"), str)
+        and isinstance(result.get("stderr"), str)
+        and isinstance(result.get("results"), list)
+        and all(isinstance(bundle, dict) for bundle in result["results"])
+        and isinstance(result.get("error"), dict | None)
+        and isinstance(result.get("execution_count"), int | None)
+        and isinstance(result.get("timed_out"), bool)
+    )

@@ -174,14 +174,15 @@ class Session:
             raise ValidationError("that sandbox does not belong to this session", argument="sandbox")
         return _now(self._release(sandbox))
 
-    def close(self) -> Operation[builtins.list[EndReport]]:
+    def close(self, *, graceful_shutdown_seconds: float = 10.0) -> Operation[builtins.list[EndReport]]:
         """End every sandbox of the session, in parallel, those still being created too.
 
         From now on it takes no new work. CleanupError names all that could not be ended; they stay
         here and in the ledger, and `close` may be called again. What another process owns by now is left,
         and so is, in a forked child, all that is its parent's; the reports say so.
         """
-        return self._begin_close(failed=False)
+        validate.grace("graceful_shutdown_seconds", graceful_shutdown_seconds)
+        return self._begin_close(failed=False, grace_seconds=graceful_shutdown_seconds)
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -218,7 +219,7 @@ class Session:
         self._parents = list(self._members.values())
         self._members = {}
 
-    def _begin_close(self, *, failed: bool) -> Operation[builtins.list[EndReport]]:
+    def _begin_close(self, **how: Any) -> Operation[builtins.list[EndReport]]:
         self._settle_in_child()
         if self._parents and not self._members:
             self._closed = True
@@ -226,7 +227,7 @@ class Session:
         if sys.is_finalizing():
             self._closed = True
             return Operation.over([sandbox._life.left_to_exit() for sandbox in self._members.values()])
-        return Operation.start(self._close(failed=failed))
+        return Operation.start(self._close(**how))
 
     def _check_open(self) -> None:
         self._settle_in_child()
@@ -243,7 +244,7 @@ class Session:
         with self._lock:
             self._members.pop(id(sandbox), None)
 
-    async def _close(self, *, failed: bool) -> builtins.list[EndReport]:
+    async def _close(self, **how: Any) -> builtins.list[EndReport]:
         with self._lock:
             self._closed = True
             for key in [key for key, sandbox in self._members.items() if not self._has(sandbox)]:
@@ -252,7 +253,7 @@ class Session:
             for sandbox in members:
                 sandbox._life.session_closed = True
         ended = await asyncio.gather(
-            *(self._end(sandbox, failed) for sandbox in members), return_exceptions=True
+            *(self._end(sandbox, how) for sandbox in members), return_exceptions=True
         )
         reports = [outcome for outcome in ended if isinstance(outcome, EndReport)]
         reports += [sandbox._life.left_to_parent() for sandbox in self._parents]
@@ -269,8 +270,8 @@ class Session:
             )
         return reports
 
-    async def _end(self, sandbox: Sandbox, failed: bool) -> EndReport:
-        report = await sandbox._end(failed=failed)
+    async def _end(self, sandbox: Sandbox, how: Mapping[str, Any]) -> EndReport:
+        report = await sandbox._end(**how)
         self._forget(sandbox)
         return report
 

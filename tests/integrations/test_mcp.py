@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import termios
@@ -594,6 +595,21 @@ def test_an_empty_token_lets_nobody_in(home: Path, said: str, monkeypatch: pytes
         own_token()
     monkeypatch.setenv("LOWTIDE_MCP_TOKEN", "secret\n")
     assert own_token()[0] == "secret"
+
+
+def test_what_cannot_be_served_is_said_with_the_way_out(home: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for arguments, said in (
+            ([str(taken.getsockname()[1])], "cannot be served: Address already in use; 0 takes any"),
+            (["0", "--idle", "0"], "say more than 0"),
+            (["0"], "remove it, or set another"),
+        ):
+            home.mkdir(exist_ok=True)
+            (home / "mcp-token").write_bytes(b"\xff" if arguments == ["0"] else b"token")
+            command = [sys.executable, "-m", "lowtide", "mcp", "--http", *arguments]
+            done = subprocess.run(command, env=environment(home), capture_output=True, text=True, timeout=60)
+            assert done.returncode == 2, done.stderr
+            assert said in done.stderr
 
 
 def test_print_config_is_what_clients_take(home: Path) -> None:

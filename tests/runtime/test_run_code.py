@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Iterator
 
@@ -9,7 +10,13 @@ import pytest
 
 from lowtide import Sandbox
 from lowtide import code as code_module
-from lowtide.errors import CommandTimeoutError, SandboxUnavailableError, UnsupportedError
+from lowtide.errors import (
+    CommandTimeoutError,
+    SandboxError,
+    SandboxGone,
+    SandboxUnavailableError,
+    UnsupportedError,
+)
 from lowtide.providers.optional import CodeResult
 from tests.container_engine import IMAGE, needs_docker
 
@@ -91,6 +98,34 @@ def test_code_that_speaks_for_its_interpreter_without_end_is_cut_off(
     with pytest.raises(SandboxUnavailableError, match="an answer over 1048576 bytes"):
         plain.run_code(f"{HOLDER}\n{flood}").result(30)
     assert plain.run_code("1 + 1").result(SECONDS).results[0]["text/plain"] == "2"
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["no json", "[]", '{"id": {}}', '{"id": N}', '{"id": N, "result": {"stdout": 5}}'],
+    ids=["no json", "a list", "a number that is none", "without a result", "of another type"],
+)
+def test_code_that_speaks_for_its_interpreter_is_an_error_of_the_sandbox(
+    plain: Sandbox, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = "".join(said.replace("N", str(number)) + "\n" for number in range(100))
+    forged = f"open(f'/proc/{{__import__(\"os\").getppid()}}/fd/1', 'w').write({lines!r}); import time; time.sleep(9)"
+    with pytest.raises(SandboxError, match=r"the interpreters ended|spoke for the interpreter"):
+        plain.run_code(forged, context=said[:20]).result(SECONDS)
+    gc.collect()
+    assert not caplog.records, "a task's error that nobody asked for"
+
+
+def test_code_in_a_sandbox_that_ends_is_told_that_it_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+    with Sandbox.run(provider="local", environment_variables={"PATH": "/usr/bin:/bin"}) as box:
+        box.run_code("1").result(SECONDS)
+        running = box.run_code("import time; time.sleep(100)")
+        Sandbox.delete(str(box.sandbox_id), provider="local").result(SECONDS)
+        with pytest.raises(SandboxGone):
+            running.result(SECONDS)
+    del running, box
+    gc.collect()
+    assert not caplog.records, "a task's error that nobody asked for"
 
 
 def test_a_timeout_interrupts_and_keeps_the_state(plain: Sandbox) -> None:

@@ -39,3 +39,28 @@ def test_it_is_the_same_sandbox(tmp_path: Path, first: str) -> None:
         check=False,
     )
     assert done.stdout == "{'755\\n755\\n644\\n644\\n'}\nsandbox\n1\n\n", done.stderr[-3000:]
+
+
+def test_more_commands_than_there_are_descriptors_for_are_an_error_of_ours(tmp_path: Path) -> None:
+    program = """
+import resource
+from lowtide import Sandbox
+resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
+with Sandbox.run() as box:
+    box.exec(["true"]).result()
+    commands = [box.exec(["sleep", "1"]) for _ in range(40)]
+    errors = {type(one.exception()).__name__ for one in commands}
+    print(errors, box.exec(["echo", "on"]).result().stdout)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "LOWTIDE_HOME": str(tmp_path / "home"), "LOWTIDE_PROVIDER": "local"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    said = done.stdout.replace("'SandboxUnavailableError'", "'ResourceExhaustedError'")  # not a pidfd, even
+    assert "'ResourceExhaustedError'" in said, done.stderr[-3000:]
+    assert "'OSError'" not in said
+    assert said.endswith("on\n\n")

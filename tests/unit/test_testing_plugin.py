@@ -95,6 +95,46 @@ def test_its_end_is_under_way():
     assert "3 passed in" in done.stdout
 
 
+def test_what_was_given_up_while_it_started_is_nobodys_leak(run_pytest) -> None:  # type: ignore[no-untyped-def]
+    """lowtide ends it in the background, and a test of a cancellation is over in the instant before that begins."""
+    done = run_pytest(
+        """
+import asyncio
+import pytest
+from lowtide import Sandbox
+async def use():
+    async with Sandbox.run(provider="local"):
+        await asyncio.sleep(60)
+async def give_up(after):
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(use(), after)
+@pytest.mark.parametrize("milliseconds", [0, 1, 2, 4, 8, 12, 16, 20, 25, 30, 40, 50])
+def test_cancelled(milliseconds):
+    asyncio.run(give_up(milliseconds / 1000))
+"""
+    )
+    assert "12 passed in" in done.stdout, done.stdout
+
+
+def test_a_ledger_that_cannot_be_read_at_the_end_does_not_take_the_runs_report(run_pytest) -> None:  # type: ignore[no-untyped-def]
+    done = run_pytest(
+        """
+import atexit, os, sqlite3
+def rename(before, after):
+    with sqlite3.connect(os.environ["LOWTIDE_HOME"] + "/ledger.db", timeout=30) as ledger:
+        ledger.execute(f"ALTER TABLE {before} RENAME TO {after}")
+def test_it(lowtide_session):
+    lowtide_session.sandbox().start().result(60)
+    lowtide_session.close().result(60)
+    rename("lease", "elsewhere")
+    atexit.register(rename, "elsewhere", "lease")
+"""
+    )
+    assert done.returncode == 1, done.stdout
+    assert "1 passed in" in done.stdout, done.stdout
+    assert "whether anything is left cannot be told: cannot read the ledger" in done.stdout
+
+
 def test_options_are_overridden_in_a_conftest_and_both_names_are_one_sandbox(run_pytest) -> None:  # type: ignore[no-untyped-def]
     done = run_pytest(
         """

@@ -25,6 +25,7 @@ from lowtide.sandbox import Sandbox
 from lowtide.session import Session
 
 TAG = "inspect-ai"
+_NOT_THERE = (errors.SandboxGone, errors.SandboxNotFoundError, errors.SandboxUnavailableError)
 
 
 class LowtideConfig(BaseModel):
@@ -163,7 +164,7 @@ class LowtideSandboxEnvironment(SandboxEnvironment):
             if error.argument != "user":
                 raise
             return ExecResult(False, 1, "", f"{user}: {error}\n")
-        except (errors.SandboxGone, errors.SandboxNotFoundError, errors.SandboxUnavailableError) as error:
+        except _NOT_THERE as error:
             raise SandboxUnavailableError(str(error)) from error
         if done.returncode == 126 and "permission denied" in f"{done.stdout}{done.stderr}".lower():
             raise PermissionError(f"{cmd[0]}: {done.stderr.strip() or done.stdout.strip()}")
@@ -171,7 +172,10 @@ class LowtideSandboxEnvironment(SandboxEnvironment):
 
     async def write_file(self, file: str, contents: str | bytes) -> None:
         """With parents. The errors are the builtin ones."""
-        await self.sandbox.write_file(self._path(file), contents)
+        try:
+            await self.sandbox.write_file(self._path(file), contents)
+        except _NOT_THERE as error:
+            raise SandboxUnavailableError(str(error)) from error
 
     @overload
     async def read_file(self, file: str, text: Literal[True] = True) -> str: ...
@@ -189,6 +193,8 @@ class LowtideSandboxEnvironment(SandboxEnvironment):
                     SandboxEnvironmentLimits.MAX_READ_FILE_SIZE_STR, None
                 ) from error
             raise
+        except _NOT_THERE as error:
+            raise SandboxUnavailableError(str(error)) from error
         return data.decode() if text else data
 
     async def connection(self, *, user: str | None = None) -> SandboxConnection:

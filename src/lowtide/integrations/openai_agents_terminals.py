@@ -107,11 +107,17 @@ class Terminals:
         """Take over a command that was just started."""
         number = None
         try:
-            await self._make_room()
+            oldest = (
+                self._taken_out_for_one_more()
+            )  # and this one in, before anybody else looks at how many there are
             terminal = Terminal(process, tty)
             number = allocate_pty_process_id(set(self.running))
             self.running[number] = terminal
             terminal.reading = _started(terminal.read())
+            if (
+                oldest is not None
+            ):  # nobody knows it any more, so its end does not end with our caller's patience
+                await asyncio.shield(_started(_end(oldest)))
             wait = _START_MS if yield_seconds is None else int(yield_seconds * 1000)
             return await self._update(number, terminal, clamp_pty_yield_time_ms(wait), max_tokens)
         except BaseException:  # given up before anybody heard its number: nobody else could end it
@@ -167,13 +173,12 @@ class Terminals:
             original_token_count=tokens,
         )
 
-    async def _make_room(self) -> None:
+    def _taken_out_for_one_more(self) -> Terminal | None:
         if len(self.running) < PTY_PROCESSES_MAX:
-            return
+            return None
         known = [(number, one.last_used, one.closed.is_set()) for number, one in self.running.items()]
         oldest = process_id_to_prune_from_meta(known)
-        if oldest is not None:
-            await _end(self.running.pop(oldest))
+        return None if oldest is None else self.running.pop(oldest)
 
 
 async def _end(terminal: Terminal) -> None:

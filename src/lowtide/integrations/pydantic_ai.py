@@ -139,7 +139,12 @@ class LowtideBackend:
     async def remove(self, path: str) -> None:
         """A file, a link itself, or a directory with all it holds; not where the agent works."""
         working_dir = await self.working_dir()
-        if f"{working_dir}/".startswith(f"{posixpath.normpath(path).rstrip('/')}/"):
+        parent, name = posixpath.split(posixpath.normpath(posixpath.join(working_dir, path)))
+        found = await self.run(
+            ["sh", "-c", 'cd -P -- "$1" && pwd -P', "sh", parent]
+        )  # through links on the way
+        real = posixpath.join(found.stdout.removesuffix("\n"), name) if found.exit_code == 0 else path
+        if f"{working_dir}/".startswith(f"/{real.strip('/')}/".replace("//", "/")):
             raise ValueError(f"{path} is, or holds, the working directory")
         async with self._there() as sandbox:
             await sandbox.remove(path, recursive=True)

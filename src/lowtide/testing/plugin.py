@@ -40,8 +40,11 @@ _set_ups = pytest.StashKey[list[tuple[float, float]]]()
 """When such fixtures were set up: sessions made then are theirs, whenever their sandboxes start."""
 
 _MODES = ("error", "run", "warn", "off")
-_ENDING_SECONDS = 10.0
-"""How long an end that is under way when a test is over may take."""
+_LOOK_SECONDS = 0.02
+_LOOKS = 500
+"""For what is on its way, to be there or gone, when a test is over. Counted and not timed: tests stop clocks."""
+_SURE_LOOKS = 10
+"""Whoever gave up waiting for a sandbox has asked for its end; that it has begun shows a moment later."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -222,14 +225,23 @@ def _left_by_this_process(starts: list[tuple[float, str]]) -> list[str]:
     if "lowtide.lifecycle.leases" not in sys.modules:
         return []
     from lowtide.engine import engine, started
+    from lowtide.errors import LowtideError
     from lowtide.lifecycle.lease import LeaseState
     from lowtide.lifecycle.leases import lifecycle
     from lowtide.lifecycle.owner import Owner
 
     if not started():
         return []
+    for _ in range(_LOOKS):
+        if not any(_is_on_its_way(held) for held in _held().values()):
+            break
+        time.sleep(_LOOK_SECONDS)
     open_states = (LeaseState.INTENDED, LeaseState.LIVE, LeaseState.ENDING)
-    leases = engine().run(lifecycle().leases(states=open_states), timeout=30.0)
+    try:
+        leases = engine().run(lifecycle().leases(states=open_states), timeout=30.0)
+    except (LowtideError, TimeoutError) as error:
+        # Raised here it would take the place of the run's own report.
+        return [f"whether anything is left cannot be told: {error or 'the ledger does not answer'}"]
     me = Owner.current()
     lines = []
     for lease in leases:
@@ -243,25 +255,30 @@ def _left_by_this_process(starts: list[tuple[float, str]]) -> list[str]:
 
 def _held() -> Mapping[str, Any]:
     """The leases that this process holds, by id. Asks nothing of a process that never made one."""
-    module = sys.modules.get("lowtide.lifecycle.leases")
-    if module is None:
+    if "lowtide.lifecycle.leases" not in sys.modules:
         return {}
     from lowtide.engine import started
+    from lowtide.lifecycle.leases import lifecycle  # waits, where the engine's thread is still at it
 
-    return dict(module.lifecycle().held) if started() else {}
+    return dict(lifecycle().held) if started() else {}
+
+
+def _is_on_its_way(held: Any) -> bool:
+    """Whether it is still being made, or being ended: an end that failed is tried again."""
+    making = held.creating is not None and not held.creating.done()
+    return not held.over and (making or held.ending is not None)
 
 
 def _left_by_test(config: pytest.Config) -> dict[str, str]:
-    """What the last test made and is still there; an end that is under way is waited for.
+    """What the last test made and is still there; an end that is under way, or only asked for, is waited for.
 
     What belongs to a session that was there before, or is a wider fixture's, is that session's to end.
     """
     started_at, wider = config.stash[_starts][-1][0], config.stash[_wider]
     set_ups = [(0.0, started_at), *config.stash[_set_ups]]
-    deadline = time.monotonic() + _ENDING_SECONDS
-    while True:
-        left = {}
-        waiting = False
+    left: dict[str, str] = {}
+    for look in range(_LOOKS):
+        left, waiting = {}, False
         for lease_id, held in _held().items():
             lease = held.lease
             if lease_id in wider or lease.created_at < started_at or held.over:
@@ -269,11 +286,12 @@ def _left_by_test(config: pytest.Config) -> dict[str, str]:
             made_at = None if lease.session is None else _made_at(lease.session)
             if made_at is not None and any(begin <= made_at < end for begin, end in set_ups):
                 continue
-            waiting |= held.ending is not None
+            waiting |= _is_on_its_way(held)
             left[lease_id] = f"{lease.sandbox_id or lease_id} ({lease.provider})"
-        if not waiting or time.monotonic() > deadline:
-            return left
-        time.sleep(0.02)
+        if not left or (look >= _SURE_LOOKS and not waiting):
+            break
+        time.sleep(_LOOK_SECONDS)
+    return left
 
 
 def _new_millisecond() -> float:

@@ -13,7 +13,7 @@ from inspect_ai.model import Model, ModelOutput, ModelUsage, get_model
 from inspect_ai.scorer import includes
 from inspect_ai.solver import generate, use_tools
 from inspect_ai.tool import bash
-from inspect_ai.util import SandboxEnvironment, SandboxEnvironmentSpec
+from inspect_ai.util import SandboxEnvironment, SandboxEnvironmentSpec, SandboxUnavailableError
 from inspect_ai.util._sandbox import self_check
 
 from lowtide import Sandbox
@@ -114,6 +114,17 @@ async def test_a_sample_that_is_cancelled_while_its_sandbox_starts_leaves_nothin
     async with asyncio.timeout(60):
         while await asyncio.to_thread(shown):
             await asyncio.sleep(0.05)
+
+
+async def test_files_of_a_sandbox_that_is_gone_are_what_inspect_calls_unavailable() -> None:
+    """A tool's error that the model is told of; anything else ends the sample."""
+    made = await LowtideSandboxEnvironment.sample_init("gone", LowtideConfig(provider=PROVIDER), {})
+    here = made["default"].as_type(LowtideSandboxEnvironment)
+    await Sandbox.delete(str(here.sandbox.sandbox_id), provider=PROVIDER)
+    for call in (here.exec(["true"]), here.read_file("note"), here.write_file("note", "")):
+        with pytest.raises(SandboxUnavailableError):
+            await call
+    await LowtideSandboxEnvironment.sample_cleanup("gone", None, made, False)
 
 
 async def test_the_page_runs(tmp_path: Path) -> None:

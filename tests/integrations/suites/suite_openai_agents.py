@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import re
@@ -14,6 +15,7 @@ from agents.sandbox import Manifest, SandboxAgent, SandboxRunConfig
 from agents.sandbox.capabilities import Shell
 from agents.sandbox.entries import File
 from agents.sandbox.session import SandboxSession
+from agents.sandbox.session.pty_types import PTY_PROCESSES_MAX
 from agents.sandbox.snapshot import LocalSnapshotSpec
 from agents.testing import ScriptedModel, assistant_message, function_call
 
@@ -126,6 +128,18 @@ async def test_what_a_command_prints_without_end_is_cut_in_the_middle_and_says_s
         assert output.startswith(b"begin\n")
         left_out = sum(map(int, re.findall(rb"\n\[\xe2\x80\xa6 (\d+) bytes left out", output)))
         assert left_out + output.count(b"x") == 20000000
+    await client.delete(session)
+
+
+async def test_commands_begun_at_once_are_no_more_than_the_sdk_allows() -> None:
+    client = LowtideSandboxClient()
+    async with await client.create(options=options()) as session:
+        begun = (
+            session.pty_exec_start("exec sleep 1000", yield_time_s=0.3) for _ in range(PTY_PROCESSES_MAX + 6)
+        )
+        await asyncio.gather(*begun)
+        count = await session.exec("pgrep -fc '^sleep 1000'")
+        assert int(count.stdout) == PTY_PROCESSES_MAX
     await client.delete(session)
 
 

@@ -78,6 +78,18 @@ class TestBackend(WorkspaceBackendSuite):
         return destroy
 
 
+@pytest.mark.anyio
+async def test_the_working_directory_is_not_removed_by_any_of_its_names() -> None:
+    async with LowtideBackend(provider=PROVIDER) as backend:
+        await backend.run("mkdir -p /tmp/work/here && ln -s /tmp/work /tmp/link", shell=True)
+        backend._working_dir = "/tmp/work/here"
+        for name in ("/tmp/link/here", "/tmp/link/here/", "//tmp/work", "/tmp/work/here/x/..", "..", "."):
+            with pytest.raises(ValueError, match="working directory"):
+                await backend.remove(name)
+        await backend.remove("/tmp/link")  # only the link
+        assert await backend.exists("/tmp/work/here")
+
+
 def scripted(messages: list[ModelMessage], info: AgentInfo) -> ModelResponse:
     if len(messages) == 1:
         return ModelResponse([ToolCallPart("sh", {"command": "echo $((6 * 7)) | tee answer"})])

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from lowtide.cli.parameters import creation_arguments, creation_options, seconds
+from lowtide.cli.parameters import creation_arguments, creation_options, positive_seconds
 
 
 @click.command("mcp", short_help="Serve sandboxes as tools to an MCP client.")
@@ -20,10 +20,18 @@ from lowtide.cli.parameters import creation_arguments, creation_options, seconds
 )
 @click.option("--print-config", is_flag=True, help="Print what to paste into the common clients, and leave.")
 @click.option(
-    "--timeout", type=seconds, default="2m", show_default=True, help="Of a command that asks for no other."
+    "--timeout",
+    type=positive_seconds,
+    default="2m",
+    show_default=True,
+    help="Of a command that asks for no other.",
 )
 @click.option(
-    "--max-timeout", type=seconds, default="1h", show_default=True, help="The longest one may ask for."
+    "--max-timeout",
+    type=positive_seconds,
+    default="1h",
+    show_default=True,
+    help="The longest one may ask for.",
 )
 @click.option(
     "--max-output", type=click.IntRange(1024), default=65536, show_default=True, help="Bytes of each stream."
@@ -33,7 +41,7 @@ from lowtide.cli.parameters import creation_arguments, creation_options, seconds
 )
 @click.option(
     "--idle",
-    type=seconds,
+    type=positive_seconds,
     default="10m",
     show_default=True,
     help="With --http: when a client that keeps no stream open counts as gone.",

@@ -68,7 +68,7 @@ def own_token() -> tuple[str, str]:
             os.link(fresh, path)
     finally:
         fresh.unlink()
-    return _said(path.read_text(), str(path)), str(path)
+    return _said(path.read_text(errors="replace"), str(path)), str(path)
 
 
 def _said(token: str, source: str) -> str:

@@ -14,6 +14,9 @@ from lowtide.session import Session
 
 log = logging.getLogger("lowtide.mcp")
 
+_GRACE_SECONDS = 0.5
+"""For processes to end by themselves. The client has gone: nobody waits for what they might still do."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
@@ -28,6 +31,8 @@ class Bounds:
     """Of each stream, passed on to the client; what is left out is counted."""
     collected_bytes: int = 32 << 20
     """Of each stream, before the command is ended."""
+    ports: int = 32
+    """With an address, of each sandbox: each address is a descriptor of the server's, which all clients share."""
     calls: int = 16
     """At work at once, for each connection: each may hold `collected_bytes` twice. More of them wait."""
 
@@ -40,6 +45,7 @@ class Connection:
     bounds: Bounds
     _session: Session = field(init=False)
     _made: dict[str, Sandbox] = field(default_factory=dict)
+    _ports: dict[str, set[int]] = field(default_factory=dict)
     _implicit: Sandbox | None = None
     _starting: int = 0
     _implicit_starting: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -80,9 +86,20 @@ class Connection:
         self.forget(sandbox)
         return str(sandbox.sandbox_id), report
 
+    def open_port(self, name: str, port: int) -> None:
+        """One more of its ports is to have an address, which it keeps until the sandbox ends."""
+        known = self._ports.setdefault(name, set())
+        if len(known | {port}) > self.bounds.ports:
+            raise ValidationError(
+                f"{len(known)} ports of this sandbox have an address, and more are not allowed: use one of them",
+                argument="port",
+            )
+        known.add(port)
+
     def forget(self, sandbox: Sandbox) -> None:
         """It is gone: a call that names none gets a new one."""
         self._made.pop(str(sandbox.sandbox_id), None)
+        self._ports.pop(str(sandbox.sandbox_id), None)
         if sandbox is self._implicit:
             self._implicit = None
 
@@ -92,7 +109,7 @@ class Connection:
     async def close(self) -> None:
         """End everything. What cannot be ended now stays in the ledger, and is tried again by whoever comes next."""
         try:
-            await self._session.close()
+            await self._session.close(graceful_shutdown_seconds=_GRACE_SECONDS)
         except LowtideError as error:
             log.warning("at the end of a connection: %s", error)
 

@@ -19,7 +19,7 @@ from typing import Any
 import uvicorn
 from mcp.server.mcpserver import Context, MCPServer
 
-from lowtide.errors import SessionClosedError
+from lowtide.errors import SessionClosedError, ValidationError
 from lowtide.integrations.mcp.connection import Bounds, Connection
 from lowtide.integrations.mcp.server import make_server
 
@@ -27,6 +27,7 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 log = logging.getLogger("lowtide.mcp")
 
@@ -152,9 +153,15 @@ class Clients:
                 log.info("a client has gone; its sandboxes end")
                 # Each by itself: one that takes long must not keep the others' alive. Forgotten at once, so that
                 # nobody comes back to it meanwhile.
-                ending = asyncio.create_task(_close(self._clients.pop(name)))
+                ending = asyncio.create_task(self._give_up(name, self._clients.pop(name)))
                 self._ending.add(ending)
                 ending.add_done_callback(self._ending.discard)
+
+    async def _give_up(self, name: str, client: _Client) -> None:
+        """The server's own session goes with it: there are only so many, and it would wait for its client as if it had none."""
+        if name:
+            await _delete(self._app, name)
+        await _close(client)
 
     async def _end(self, name: str) -> None:
         client = self._clients.pop(name, None)
@@ -167,6 +174,23 @@ async def _close(client: _Client) -> None:
         await client.connection.close()
     except Exception:
         log.exception("at the end of a connection")
+
+
+async def _delete(app: App, name: str) -> None:
+    """As the client itself would have done it."""
+    headers = [(b"host", b"127.0.0.1:0"), (SESSION_HEADER, name.encode("latin-1"))]
+    scope = {"type": "http", "method": "DELETE", "path": "/mcp", "query_string": b"", "headers": headers}
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b""}
+
+    async def send(_: Message) -> None:
+        pass
+
+    try:
+        await app(scope, receive, send)
+    except Exception:
+        log.exception("at the end of a session")
 
 
 def serve_http(
@@ -182,7 +206,11 @@ def serve_http(
     clients = Clients(defaults, bounds, token=token, idle_seconds=idle_seconds)
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(("127.0.0.1", port))
+        try:
+            listening.bind(("127.0.0.1", port))
+        except OSError as error:
+            why = f"port {port} of 127.0.0.1 cannot be served: {error.strerror}; 0 takes any that is free"
+            raise ValidationError(why, argument="--http") from error
         listening.listen()
         ready(f"http://127.0.0.1:{listening.getsockname()[1]}/mcp")
         config = uvicorn.Config(clients, log_level="warning", timeout_graceful_shutdown=2, access_log=False)

@@ -235,6 +235,7 @@ def add_tools(server: MCPServer[Any], connection_of: Callable[[Context[Any, Any]
         """The address under which a server that listens on this port of the sandbox is reached from outside."""
         connection = connection_of(ctx)
         name, box = await connection.sandbox(sandbox)
+        connection.open_port(name, port)
         async with connection.turn, _forgetting(connection, box), _in_time(connection):
             at = await box.url(port)
         return answers.UrlAnswer(url=at.url, headers=dict(at.headers), sandbox=name)

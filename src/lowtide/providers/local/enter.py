@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lowtide.errors import ResourceExhaustedError
 from lowtide.providers.base import STDERR, STDOUT, NetworkMode, ProcessSpec
 from lowtide.providers.inside.program import KEY
 from lowtide.providers.local.pause import paused
@@ -182,9 +184,17 @@ class Entrance:
                 if command_starter is not None and command_starter.gone:
                     _dismiss(known)
                 reply, starter = await client.request(message, [pidfd, *theirs]), client
-        except BaseException:
+        except BaseException as error:
             for fd in ours:
                 os.close(fd)
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                raise ResourceExhaustedError(
+                    f"no descriptor is left for a command's streams ({error.strerror}): raise the limit of this process "
+                    "(ulimit -n), or run fewer at once",
+                    provider="local",
+                    sandbox_id=sandbox_id,
+                    retryable=True,
+                ) from error
             raise
         finally:
             os.close(pidfd)
