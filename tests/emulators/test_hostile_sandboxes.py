@@ -1,0 +1,201 @@
+"""What runs in a sandbox, and what is to be built, cannot hold the emulator up, fill it, or spoil an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import os
+import random
+import re
+import shlex
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from lowtide.cli.commands import emulate
+from lowtide.emulators import dockerfile
+from lowtide.emulators.daytona.shell import Command, Shell
+from lowtide.emulators.dockerfile import CannotBuild
+from lowtide.emulators.ground import AnsweredCall
+from lowtide.emulators.handle import Handle
+from lowtide.providers.base import STDERR, STDOUT
+from lowtide.testing import emulator
+from tests.emulators.test_build import building
+
+STRANGE = r"mkdir n; touch n/ok n/$'\xff' /dev/shm/never; touch -d @99999999999999 /dev/shm/never"
+"""A name that is not UTF-8, and a time that no calendar has (where the file system is a tmpfs, or XFS)."""
+
+
+def test_no_name_and_no_time_of_a_file_spoils_the_list_it_is_in_on_e2b(create: Callable[..., Any]) -> None:
+    sandbox = create()
+    sandbox.commands.run(STRANGE)
+    assert {one.name for one in sandbox.files.list("n")} == {"ok", "\ufffd"}
+    assert [one.name for one in sandbox.files.list("/dev/shm")] == ["never"]
+    watching = sandbox.files.watch_dir("n")
+    sandbox.commands.run(r"touch n/$'\xfe'")
+    assert {event.name for event in watching.get_new_events()} == {"\ufffd"}
+
+
+def test_no_name_and_no_time_of_a_file_spoils_the_list_it_is_in_on_daytona(
+    daytona_create: Callable[..., Any],
+) -> None:
+    sandbox = daytona_create()
+    sandbox.process.exec(STRANGE)
+    assert {one.name for one in sandbox.fs.list_files("n")} == {"ok", "\ufffd"}
+    assert sandbox.fs.list_files("/dev/shm")[0].modified_at.startswith("9999-12-31")
+    assert [Path(one).name for one in sandbox.fs.search_files("n", "*").files] == ["ok", "\ufffd"]
+
+
+def test_a_line_of_a_session_that_never_ends_is_not_held() -> None:
+    command, piece = Command("", echo=False), "ä".encode() * 20_001
+    sent = b""
+    started = time.process_time()
+    for number in range(1000):  # 40 MB: held together and copied each time, that takes most of a minute
+        command.take(STDOUT, piece[number % 2 :])
+        sent += piece[number % 2 :] if number < 9 else b""
+    assert time.process_time() - started < 5
+    pieces = [kept[1] for number in range(9) if (kept := command.log.piece(number)) is not None]
+    assert sent.startswith(b"".join(pieces[:4]))
+    assert len(b"".join(pieces[:4])) > 200_000
+    shorter = Command("", echo=False)
+    for _ in range(4):
+        shorter.take(STDOUT, piece)
+    first = shorter.log.piece(0)
+    assert first is not None
+    first[1].decode()  # no character is cut in two
+    shorter.close_stream(STDOUT)
+    assert shorter.log.texts()["stdout"].encode() == piece * 4 + b"\n"
+
+
+@pytest.mark.parametrize("printed", [b"x" * 100, b"7" * 5000 + b"\n", b"\n"])
+def test_a_command_that_prints_its_own_mark_ends_itself_and_nothing_else(printed: bytes) -> None:
+    shell, command, after = Shell("s"), Command("", echo=False), Command("", echo=False)
+    shell._queue += [command, after]
+    for stream in (STDOUT, STDERR):
+        shell._take(stream, command.mark.encode() + printed)
+    assert command.exit_code == -1
+    for stream in (STDOUT, STDERR):
+        shell._take(stream, after.mark.encode() + b"3\n")
+    assert after.exit_code == 3
+
+
+def test_what_a_command_of_the_emulators_own_prints_has_a_bound(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with building(tmp_path) as (backing, _):
+            made = await backing.create()
+            printed = await backing.run(made, ("head", "-c", str(64 << 20), "/dev/zero"))
+            assert printed == (0, bytes(1 << 20))
+
+    asyncio.run(check())
+
+
+def test_a_log_of_carriage_returns_has_the_bound_of_a_log_of_lines(tmp_path: Path) -> None:
+    kept: list[str] = []
+
+    async def check() -> None:
+        async with building(tmp_path) as (_, builder):
+            steps = dockerfile.steps("FROM x\nRUN head -c 2000000 /dev/zero | tr '\\0' '\\r'")
+            await builder.build(steps, log=lambda text: kept.extend(text.splitlines()))
+
+    asyncio.run(check())
+    assert len(kept) < 500_000
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "RUN " + "[" * 100_000,
+        "RUN " + "--a=b " * 150_000 + "true",
+        "COPY " + "--a=b " * 150_000 + "a b",
+        "ENV A=" + "${A:-" * 8_000,
+        "ENV A=" + "x" * 300_000,
+        "FROM " + "'a'\\b\"c\"" * 40_000,
+    ],
+    ids=lambda line: line[:10],
+)
+def test_no_recipe_takes_long_to_read(line: str) -> None:
+    started = time.process_time()
+    assert len(list(dockerfile.steps(f"FROM x\n{line}"))) == 2
+    assert time.process_time() - started < 1
+
+
+@pytest.mark.parametrize("word", ["ENV", "ARG"])
+def test_variables_of_variables_have_a_bound(word: str) -> None:
+    # Twice as long with each of 24 lines: 160 MB where nothing stops it.
+    with pytest.raises(CannotBuild, match="variables come to more than"):
+        list(dockerfile.steps(f"FROM x\n{word} A=aaaaaaaaaa\n" + f"{word} A=$A$A\n" * 24))
+
+
+def test_words_are_split_as_a_shell_splits_them() -> None:
+    chosen = random.Random(7)
+    for _ in range(20_000):
+        text = "".join(chosen.choices("ab=$ \t'\"\\", k=chosen.randrange(12)))
+        try:
+            expected: list[str] | None = shlex.split(text)
+        except ValueError:
+            expected = None
+        if expected is not None:
+            assert dockerfile._split(text) == expected, text
+            continue
+        with pytest.raises(CannotBuild):
+            dockerfile._split(text)
+
+
+def test_a_path_is_one_line_of_the_log_and_says_nothing_to_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    call = AnsweredCall(
+        provider="e2b", operation="GET /\x1b[2J\nforged\u202e", status=401, seconds=0.1, alive=0
+    )
+    emulate._show_call(call)
+    shown = re.sub(r"\x1b\[\d+m", "", capsys.readouterr().err)  # our own colours
+    assert shown.endswith("GET /?[2J?forged?\n")
+    assert shown.count("\n") == 1
+
+
+@contextlib.contextmanager
+def unfriendly_proxy() -> Iterator[tuple[str, list[bytes]]]:
+    """It takes what it is sent and hangs up."""
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as at_end:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    caller, _ = server.accept()
+                    heard.append(caller.recv(1000))
+                    caller.close()
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        at_end.callback(server.shutdown, socket.SHUT_RDWR)
+        yield f"127.0.0.1:{server.getsockname()[1]}", heard
+
+
+def connect(handle: Handle, target: str) -> bytes:
+    proxy = urlsplit(handle.environment["HTTPS_PROXY"])
+    login = base64.b64encode(f"{proxy.username}:{proxy.password}".encode()).decode()
+    with socket.create_connection((proxy.hostname, proxy.port), 10) as caller:
+        caller.sendall(f"CONNECT {target} HTTP/1.1\r\nProxy-Authorization: Basic {login}\r\n\r\n".encode())
+        return caller.recv(100)
+
+
+def test_the_proxy_answers_where_no_way_leads_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTPS_PROXY", "https_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with emulator("e2b", home=tmp_path) as handle:
+        for target in (f"{'a' * 64}.invalid:443", "a..b:443"):
+            assert connect(handle, target).startswith(b"HTTP/1.1 502"), target
+    with unfriendly_proxy() as (address, heard):
+        monkeypatch.setenv("HTTPS_PROXY", f"http://me:p%40ss@{address}")
+        with emulator("e2b", home=tmp_path) as handle:
+            assert connect(handle, "example.invalid:443").startswith(b"HTTP/1.1 502")
+    assert b"Basic " + base64.b64encode(b"me:p@ss") in heard[0]
+    assert not os.listdir(tmp_path / "emulators")
