@@ -199,3 +199,29 @@ def test_the_proxy_answers_where_no_way_leads_on(tmp_path: Path, monkeypatch: py
             assert connect(handle, "example.invalid:443").startswith(b"HTTP/1.1 502")
     assert b"Basic " + base64.b64encode(b"me:p@ss") in heard[0]
     assert not os.listdir(tmp_path / "emulators")
+
+
+BOTH = """
+import e2b, modal
+sandbox = e2b.Sandbox.create()
+print(sandbox.commands.run("echo one").stdout, end="")
+sandbox.kill()
+box = modal.Sandbox.create("sleep", "100", app=modal.App.lookup("app", create_if_missing=True))
+print(box.exec("echo", "two").stdout.read(), end="")
+box.terminate()
+"""
+
+
+def test_nothing_that_is_meant_for_here_goes_to_a_proxy_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_script: Callable[..., Any]
+) -> None:
+    pytest.importorskip("e2b")
+    pytest.importorskip("modal")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with unfriendly_proxy() as (address, heard):
+        for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, f"http://{address}")
+        with emulator("e2b", "modal", plain=True, home=tmp_path) as handle:
+            done = run_script(BOTH, handle.environment)
+    assert (done.stdout, heard) == ("one\ntwo\n", []), done.stderr
