@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import json
 import os
 import random
 import re
@@ -12,6 +13,7 @@ import shlex
 import socket
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -225,3 +227,58 @@ def test_nothing_that_is_meant_for_here_goes_to_a_proxy_of_this_machine(
         with emulator("e2b", "modal", plain=True, home=tmp_path) as handle:
             done = run_script(BOTH, handle.environment)
     assert (done.stdout, heard) == ("one\ntwo\n", []), done.stderr
+
+
+class Service:
+    """The few calls about builds, as an SDK makes them."""
+
+    def __init__(self, handle: Handle, name: str) -> None:
+        found = handle.environment
+        self.key = (
+            {"X-API-KEY": found["E2B_API_KEY"]}
+            if name == "e2b"
+            else {
+                "Authorization": f"Bearer {found['DAYTONA_API_KEY' if name == 'daytona' else 'RUNLOOP_API_KEY']}"
+            }
+        )
+        self.url, self.name = handle.urls[name] + ("/api" if name == "daytona" else ""), name
+
+    def call(self, method: str, path: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        head = {**self.key, "Content-Type": "application/json"}
+        asked = urllib.request.Request(self.url + path, method=method, data=data, headers=head)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(asked, timeout=20) as answer:
+            told = answer.read()
+        return json.loads(told) if told else None
+
+    def build(self, name: str, command: str) -> str:
+        if self.name == "daytona":
+            build = {"dockerfileContent": f"FROM x\nRUN {command}"}
+            return str(self.call("POST", "/snapshots", {"name": name, "buildInfo": build})["id"])
+        if self.name == "runloop":
+            asked = {"name": name, "dockerfile": f"FROM x\nRUN {command}"}
+            return str(self.call("POST", "/v1/blueprints", asked)["id"])
+        made = self.call("POST", "/v3/templates", {"name": name})
+        steps = {"steps": [{"type": "RUN", "args": [command]}]}
+        self.call("POST", f"/v2/templates/{made['templateID']}/builds/{made['buildID']}", steps)
+        return str(made["templateID"])
+
+    def delete(self, made: str) -> None:
+        if self.name == "runloop":
+            self.call("POST", f"/v1/blueprints/{made}/delete", {})
+        else:
+            self.call("DELETE", f"/{'snapshots' if self.name == 'daytona' else 'templates'}/{made}")
+
+
+def test_a_build_that_is_deleted_ends_and_gives_its_place_to_others(tmp_path: Path) -> None:
+    with emulator("e2b", "daytona", "runloop", plain=True, home=tmp_path) as handle:
+        services = [Service(handle, name) for name in ("e2b", "daytona", "runloop", "daytona")]
+        made = [one.build(f"endless-{at}", f"sleep {3600 + at}") for at, one in enumerate(services)]
+        services[1].build("short", "true")
+        for service, one in zip(services, made, strict=True):
+            service.delete(one)
+        until = time.monotonic() + 20
+        while services[1].call("GET", "/snapshots/short")["state"] != "active":
+            assert time.monotonic() < until
+            time.sleep(0.05)

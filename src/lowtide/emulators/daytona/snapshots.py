@@ -61,6 +61,7 @@ class Snapshot:
     workdir: str = ""
     built: Built | None = None
     """Held until it is deleted."""
+    task: asyncio.Task[None] | None = None
 
 
 class Snapshots:
@@ -190,7 +191,7 @@ class Snapshots:
                 "snapshotRef": f"daytona-{made.snapshot_id}",
             }
             made.state = "building"
-            task = asyncio.get_running_loop().create_task(self._build(made))
+            made.task = task = asyncio.get_running_loop().create_task(self._build(made))
             self._building.add(task)
             task.add_done_callback(self._building.discard)
         self.table[made.snapshot_id] = made
@@ -232,6 +233,8 @@ class Snapshots:
         if snapshot.general:
             raise Refused(403, "General snapshots cannot be deleted")
         del self.table[snapshot.snapshot_id]
+        if snapshot.task is not None:  # others wait for its place
+            snapshot.task.cancel()
         if snapshot.built is not None:
             self.ground.builder.release(snapshot.built)
         elif snapshot.backing_id is not None:
