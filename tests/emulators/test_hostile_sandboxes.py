@@ -9,10 +9,12 @@ import json
 import os
 import random
 import re
+import resource
 import shlex
 import socket
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -243,6 +245,11 @@ class Service:
         )
         self.url, self.name = handle.urls[name] + ("/api" if name == "daytona" else ""), name
 
+    def refused(self, method: str, path: str, body: Any = None) -> int:
+        with pytest.raises(urllib.error.HTTPError) as refusal:
+            self.call(method, path, body)
+        return refusal.value.code
+
     def call(self, method: str, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         head = {**self.key, "Content-Type": "application/json"}
@@ -282,3 +289,26 @@ def test_a_build_that_is_deleted_ends_and_gives_its_place_to_others(tmp_path: Pa
         while services[1].call("GET", "/snapshots/short")["state"] != "active":
             assert time.monotonic() < until
             time.sleep(0.05)
+
+
+def test_a_snapshot_whose_build_failed_cannot_be_activated(daytona: Handle) -> None:
+    service, until = Service(daytona, "daytona"), time.monotonic() + 20
+    made = service.build(f"failed-{os.getpid()}", "exit 3")
+    while service.call("GET", f"/snapshots/{made}")["state"] != "build_failed":
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    for word in ("activate", "deactivate"):  # a sandbox would be made, from nothing
+        assert service.refused("POST", f"/snapshots/{made}/{word}", {}) == 400
+    service.delete(made)
+
+
+def test_files_of_a_template_for_which_there_is_no_room_are_refused_as_such(tmp_path: Path) -> None:
+    with emulator("e2b", plain=True, home=tmp_path) as handle:
+        service = Service(handle, "e2b")
+        made = service.call("POST", "/v3/templates", {"name": "one"})
+        link = service.call("GET", f"/templates/{made['templateID']}/files/abc")["url"].removeprefix(
+            service.url
+        )
+        resource.prlimit(handle.pid, resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+        assert service.refused("PUT", link, "x" * (2 << 20)) == 507
+        assert not list(tmp_path.glob("emulators/*/uploads/*"))

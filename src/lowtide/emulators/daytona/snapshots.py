@@ -246,11 +246,18 @@ class Snapshots:
         snapshot = self.get(request.match_info["id"])
         if snapshot.state == "active":
             raise Refused(400, f"Snapshot {snapshot.name} is already active")
+        if snapshot.state != "inactive":  # there is nothing that a sandbox could be made from
+            raise Refused(400, f"Snapshot {snapshot.name} cannot be activated: its state is {snapshot.state}")
         snapshot.state = "active"
         return web.json_response(self._described(snapshot))
 
     async def deactivate_snapshot(self, request: web.Request) -> web.Response:
-        self.get(request.match_info["id"]).state = "inactive"
+        snapshot = self.get(request.match_info["id"])
+        if snapshot.state not in ("active", "inactive"):
+            raise Refused(
+                400, f"Snapshot {snapshot.name} cannot be deactivated: its state is {snapshot.state}"
+            )
+        snapshot.state = "inactive"
         return web.Response(status=204)
 
     async def snapshot_build_logs(self, request: web.Request) -> web.StreamResponse:

@@ -163,6 +163,12 @@ class Templates:
                         raise BadRequest(f"an upload has {_LARGEST_UPLOAD} bytes at most")
                     file.write(piece)
             draft.rename(place)
+        except OSError as error:
+            if isinstance(error, ConnectionError):  # the caller has left
+                raise
+            return web.json_response(
+                {"code": 507, "message": f"it cannot be kept: {error.strerror}"}, status=507
+            )
         finally:
             with contextlib.suppress(FileNotFoundError):
                 draft.unlink()
