@@ -33,6 +33,8 @@ from lowtide.providers.network import policy
 if TYPE_CHECKING:
     from lowtide.providers.local import LocalProvider
 
+_MOST_PRINTED = 1 << 20
+
 
 def local_provider(directory: Path) -> LocalProvider:
     """A local provider whose sandboxes live under `directory`, apart from the user's own."""
@@ -150,11 +152,13 @@ class Backing:
     async def run(
         self, sandbox_id: str, argv: tuple[str, ...], *, user: str | None = None
     ) -> tuple[int, bytes]:
-        """Run a short command of the emulator's own; exit code and everything it printed."""
+        """Run a command of the emulator's own; exit code and what it printed, up to a bound: the sandbox may have changed it."""
         handle = await self.start(sandbox_id, argv, user=user)
         try:
-            printed = b"".join([data async for _, data in handle.output()])
-            return await handle.wait(), printed
+            printed = bytearray()
+            async for _, data in handle.output():
+                printed += data[: _MOST_PRINTED - len(printed)]
+            return await handle.wait(), bytes(printed)
         finally:
             await handle.aclose()
 

@@ -104,7 +104,7 @@ class Builder:
             nonlocal said
             if said < LARGEST_LOG:
                 log(text)
-            said += len(text) + _LINE_COSTS * text.count("\n")
+            said += len(text) + _LINE_COSTS * len(text.splitlines())  # as those split it who keep it
 
         before, self._foundation = self._foundation, await asyncio.to_thread(foundation)
         if self._first is None or self._foundation != before:  # things are installed meanwhile

@@ -6,17 +6,23 @@ import bisect
 import json
 import posixpath
 import re
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 _VARIABLE = re.compile(r"\\\$|\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
+_BARE_VARIABLE = re.compile(r"\\\$|\$()()(\w+)")
+_PIECE_OF_WORDS = re.compile(
+    r"""(?P<space>[ \t\r\n]+)|(?P<bare>[^ \t\r\n'"\\]+)|\\(?P<escaped>.)"""
+    r"""|'(?P<single>[^']*)'|"(?P<double>[^"\\]*(?:\\.[^"\\]*)*)\"""",
+    re.DOTALL,
+)
 _HEREDOC = re.compile(r"(?<!<)<<-?([\"']?)([A-Za-z_]\w*)\1")
 PATH = "/opt/python/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """Where the programs of this machine are, which stands for every image."""
 MOST_INSTRUCTIONS = 1000
 LONGEST_RECIPE = 1 << 20
+_MOST_EXPANDED = 128 << 10  # what an environment can hold; a variable of variables would be of any length
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,199}")
 _FLAG = re.compile(r"--([a-z-]+)(?:=(\S+))?\s+")
 _MODE = re.compile(r"[0-7]{3,4}|[ugoa]*[-+=][rwxXst]+(?:,[ugoa]*[-+=][rwxXst]+)*")
@@ -131,8 +137,10 @@ def steps(
                 around = replace(around, user=_expand(rest, known).partition(":")[0])
                 yield Step(shown=shown, around=around)
             case "RUN":
-                while flag := _FLAG.match(rest):  # --mount, --network: of BuildKit
-                    rest = rest[flag.end() :]
+                at = 0
+                while flag := _FLAG.match(rest, at):  # --mount, --network: of BuildKit
+                    at = flag.end()
+                rest = rest[at:]
                 argv = _words(rest) or (*shell, rest)
                 yield Step(shown=shown, argv=argv, around=around, arguments=dict(arguments))
             case "COPY" | "ADD":
@@ -201,7 +209,8 @@ def _copy(
 ) -> Step:
     stage: int | None = None
     image = mode = ""
-    while flag := _FLAG.match(rest):
+    at = 0
+    while flag := _FLAG.match(rest, at):
         if flag[1] == "from":
             said = _expand(_unquoted(flag[2] or ""), known)
             stage, image = stages.get(said.lower()), said
@@ -217,7 +226,8 @@ def _copy(
                 raise CannotBuild(f"{shown[:200]}: {mode!r} is no mode")
         elif flag[1] in ("exclude", "parents"):  # it would copy something else than what is asked for
             raise CannotBuild(f"{shown[:200]}: --{flag[1]} is not followed here")
-        rest = rest[flag.end() :]
+        at = flag.end()
+    rest = rest[at:]
     words = list(_words(rest) or _split(rest))
     if len(words) < 2:
         raise CannotBuild(f"{shown}: a source and a target are needed")
@@ -250,16 +260,34 @@ def _words(rest: str) -> tuple[str, ...]:
         return ()
     try:
         found = json.loads(rest)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ()
     return tuple(found) if isinstance(found, list) and all(isinstance(one, str) for one in found) else ()
 
 
 def _split(rest: str) -> list[str]:
-    try:
-        return shlex.split(rest)
-    except ValueError:
-        raise CannotBuild(f"{rest[:200]}: a quote is not closed") from None
+    """As `shlex.split`, which takes the square of a word's length: others would wait for it."""
+    words: list[str] = []
+    pieces: list[str] | None = None
+    at = 0
+    while at < len(rest):
+        found = _PIECE_OF_WORDS.match(rest, at)
+        if found is None:
+            raise CannotBuild(f"{rest[:200]}: a quote is not closed")
+        at = found.end()
+        if found.lastgroup == "space":
+            if pieces is not None:
+                words.append("".join(pieces))
+            pieces = None
+            continue
+        text = found[found.lastgroup or 0]
+        if found.lastgroup == "double":
+            text = re.sub(r'\\(["\\])', r"\1", text)
+        pieces = pieces or []
+        pieces.append(text)
+    if pieces is not None:
+        words.append("".join(pieces))
+    return words
 
 
 def _unquoted(text: str) -> str:
@@ -268,9 +296,18 @@ def _unquoted(text: str) -> str:
 
 
 def _expand(text: str, known: Mapping[str, str]) -> str:
+    said = 0
+
     def value(found: re.Match[str]) -> str:
+        nonlocal said
         if found[0] == "\\$":
             return "$"
-        return known.get(found[1] or found[3]) or found[2] or ""
+        filled = known.get(found[1] or found[3]) or found[2] or ""
+        said += len(filled)
+        if said > _MOST_EXPANDED:
+            raise CannotBuild(f"{text[:200]}: its variables come to more than {_MOST_EXPANDED} characters")
+        return filled
 
-    return _VARIABLE.sub(value, text)
+    # Behind the last brace none is closed: each that is opened there would be looked for to the end.
+    end = text.rfind("}") + 1
+    return _VARIABLE.sub(value, text[:end]) + _BARE_VARIABLE.sub(value, text[end:])

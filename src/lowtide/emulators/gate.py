@@ -9,7 +9,7 @@ import hmac
 import os
 import re
 from typing import TYPE_CHECKING, cast
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from lowtide.emulators.admin import admin_app, refused
 from lowtide.emulators.authority import Authority
@@ -122,7 +122,12 @@ class _First(asyncio.Protocol):
         """Everything that is not emulated goes where it wanted to go."""
         try:
             reader, writer = await _reach(host, port, self.gate.upstream)
-        except (OSError, TimeoutError):
+        except (
+            OSError,
+            ValueError,
+            EOFError,
+            asyncio.LimitOverrunError,
+        ):  # a name that no resolver takes, a proxy's nonsense
             return self._refuse("502 Bad Gateway")
         self.transport.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
         writer.write(rest)
@@ -217,7 +222,9 @@ async def _reach(
         reader, writer = await asyncio.open_connection(via.hostname, via.port or 3128)
         head = f"CONNECT {host}:{port} HTTP/1.1\r\nHost: {host}:{port}\r\n"
         if via.username:
-            login = base64.b64encode(f"{via.username}:{via.password or ''}".encode()).decode()
+            login = base64.b64encode(
+                f"{unquote(via.username)}:{unquote(via.password or '')}".encode()
+            ).decode()
             head += f"Proxy-Authorization: Basic {login}\r\n"
         writer.write(head.encode() + b"\r\n")
         answer = await reader.readuntil(b"\r\n\r\n")

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("lowtide.emulators")
 
 DEFAULT_LIMIT = 500
+_PROXIES = ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
 class Emulator(Protocol):
@@ -234,22 +235,16 @@ class Ground:
 
     def environment(self) -> dict[str, str]:
         """The environment under which the providers' SDKs, unmodified, find the emulators."""
-        found: dict[str, str] = {}
+        # Where this machine has a proxy, SDKs would send it what is meant for here, with the key.
+        found = _directly() if any(os.environ.get(name) for name in _PROXIES) else {}
         for emulator in self.emulators.values():
             found.update(emulator.environment(plain=self.settings.plain))
         return found
 
     def proxy_environment(self) -> dict[str, str]:
         """What an emulator adds for SDKs that are reached through the CONNECT proxy."""
-        before = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
-        local = ",".join(filter(None, (before, "127.0.0.1,localhost,::1")))
-        return {
-            "HTTPS_PROXY": self.proxy_url,
-            "https_proxy": self.proxy_url,
-            "NO_PROXY": local,
-            "no_proxy": local,
-            **self.trust_environment(),
-        }
+        urls = {"HTTPS_PROXY": self.proxy_url, "https_proxy": self.proxy_url}
+        return {**urls, **_directly(), **self.trust_environment()}
 
     def trust_environment(self) -> dict[str, str]:
         """What leads SDKs to trust what the emulators show."""
@@ -307,6 +302,13 @@ class RequestLog:
         self.calls.append({"at": time.time(), "provider": provider, "operation": operation, **facts})
         if len(self.calls) > 20_000:
             del self.calls[:10_000]
+
+
+def _directly() -> dict[str, str]:
+    """What keeps SDKs from asking a proxy for what is here."""
+    before = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
+    local = ",".join(filter(None, (before, "127.0.0.1,localhost,::1")))
+    return {"NO_PROXY": local, "no_proxy": local}
 
 
 def _is_loopback(host: str) -> bool:

@@ -190,5 +190,7 @@ def _show_call(call: AnsweredCall) -> None:
     colour = "green" if 200 <= call.status < 400 else "yellow" if 400 <= call.status < 500 else "red"
     status = click.style(str(call.status or "cut"), fg=colour)
     took = f"{call.seconds * 1000:7.1f} ms"
+    # Whoever reaches the port chooses the path: it is one line, and says nothing to the terminal.
+    operation = "".join(one if one.isprintable() else "?" for one in call.operation)
     with contextlib.suppress(OSError):  # nobody reads it any more: that is no reason not to answer
-        click.echo(f"{call.provider:10} {status:>3} {took} {call.alive:4} alive  {call.operation}", err=True)
+        click.echo(f"{call.provider:10} {status:>3} {took} {call.alive:4} alive  {operation}", err=True)

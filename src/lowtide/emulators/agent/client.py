@@ -213,7 +213,7 @@ class Agent:
                     text = bytes(buffer[_HEAD.size : _HEAD.size + length])
                     rest = bytes(buffer[_HEAD.size + length : _HEAD.size + size])
                     del buffer[: _HEAD.size + size]
-                    self._take(number, json.loads(text), rest)
+                    self._take(number, json.loads(text.decode("utf-8", "replace")), rest)
         except ValueError:
             return
         finally:

@@ -25,6 +25,8 @@ HEAD = struct.Struct(">III")
 LARGEST = 8 << 20
 MOST_ENTRIES = 50_000  # of one list: it is made in one piece, and everybody else waits for it
 XATTR = "user.e2b."
+EARLIEST_NS, LATEST_NS = -62_135_596_800 * 10**9, 253_402_300_799 * 10**9
+"""The years 1 to 9999: whoever owns a file may say that it is of another one, and nobody could write that down."""
 
 ctypes.CDLL(None).prctl(
     4, 0, 0, 0, 0
@@ -79,7 +81,7 @@ def entry(path: str) -> dict[str, Any]:
         "permissions": permissions(info.st_mode),
         "owner": name_of(pwd.getpwuid, info.st_uid),
         "group": name_of(grp.getgrgid, info.st_gid),
-        "modified_ns": info.st_mtime_ns,
+        "modified_ns": min(max(info.st_mtime_ns, EARLIEST_NS), LATEST_NS),
         "target": target,
         "metadata": metadata_of(path),
     }
@@ -319,7 +321,8 @@ def op_unwatch(ask: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]
 
 
 def answer(number: int, head: dict[str, Any], data: bytes = b"") -> None:
-    text = json.dumps(head).encode()
+    # Names that are not UTF-8 go as they are: whoever reads this writes marks in their place, as the services do.
+    text = json.dumps(head, ensure_ascii=False).encode("utf-8", "surrogateescape")
     write_all(1, HEAD.pack(len(text) + len(data), number, len(text)) + text + data)
 
 

@@ -128,7 +128,7 @@ class Files:
         command = (sys.executable, "-I", "-S", "-c", _search_source())
         code, printed, complaint = await self.machine.run(sandbox, command, text)
         try:
-            answer = json.loads(printed)
+            answer = json.loads(printed.decode("utf-8", "replace"))  # names of files are any bytes
         except ValueError:
             raise Refused(500, complaint.decode("utf-8", "replace")[-500:] or f"exit code {code}") from None
         if not isinstance(answer, dict):

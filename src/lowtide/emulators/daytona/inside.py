@@ -91,7 +91,7 @@ def main() -> None:
     except OSError as error:
         message = f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
         answer = {"error": errno.errorcode.get(error.errno or 0, "EIO"), "message": message}
-    sys.stdout.write(json.dumps(answer))
+    sys.stdout.buffer.write(json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogateescape"))
 
 
 if __name__ == "__main__":

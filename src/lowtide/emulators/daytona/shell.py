@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _IN_MEMORY = 1 << 20
 _LONGEST_LINE = 64 << 10
 """Bash reads its standard input byte by byte, a second for each megabyte; what is longer goes through a file."""
+_LONGEST_CODE = 32
+"""What a command prints itself after a mark that it has got hold of may be of any length."""
 _FROM_FILE = '"$(cat {file}; rm -f {file})"'
 _START = "exec 7>&1 8>&2; mkdir -m 700 -p {directory}\n"
 # What is not waited for can be sent input: its pipe is held open by the shell itself, so it never sees an end.
@@ -91,9 +93,14 @@ class Command:
 
     def take(self, stream: int, data: bytes) -> None:
         """The daemon keeps lines: what is not a line yet waits."""
-        whole, newline, self._lines[stream] = (self._lines[stream] + data).rpartition(b"\n")
-        if newline:
-            self.log.add(stream, whole + newline)
+        whole, newline, line = (self._lines[stream] + data).rpartition(b"\n")
+        whole += newline
+        if len(line) > _LONGEST_LINE:  # held, it would be copied with every piece, and have no bound
+            cut = _last_character(line)
+            whole, line = whole + line[:cut], line[cut:]
+        self._lines[stream] = line
+        if whole:
+            self.log.add(stream, whole)
 
     def close_stream(self, stream: int) -> None:
         """The last line gets its end, whether or not it had one."""
@@ -193,7 +200,7 @@ class Shell:
             before, found, rest = data.partition(mark)
             if found:
                 number, newline, rest = rest.partition(b"\n")
-                if not newline:  # the rest of the mark is on its way
+                if not newline and len(number) < _LONGEST_CODE:  # the rest of the mark is on its way
                     command.take(stream, before)
                     self._held[stream] = mark + number
                     return
@@ -201,7 +208,8 @@ class Shell:
                 command.close_stream(stream)
                 self._at[stream] += 1
                 if not command.open_streams:
-                    command.end(int(number) if number.strip().isdigit() else -1)
+                    known = len(number) < _LONGEST_CODE and number.strip().isdigit()
+                    command.end(int(number) if known else -1)
                 data = rest
                 continue
             keep = _tail(data, mark)
@@ -231,6 +239,14 @@ class Shell:
 
 async def _once(data: bytes) -> AsyncIterator[bytes]:
     yield data
+
+
+def _last_character(line: bytes) -> int:
+    """Where it begins: a character is never cut in two, and the last line's end still has something to follow."""
+    at = len(line) - 1
+    while at > len(line) - 4 and line[at] & 0xC0 == 0x80:
+        at -= 1
+    return at
 
 
 def _tail(data: bytes, mark: bytes) -> int:

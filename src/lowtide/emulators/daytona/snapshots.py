@@ -61,6 +61,7 @@ class Snapshot:
     workdir: str = ""
     built: Built | None = None
     """Held until it is deleted."""
+    task: asyncio.Task[None] | None = None
 
 
 class Snapshots:
@@ -190,7 +191,7 @@ class Snapshots:
                 "snapshotRef": f"daytona-{made.snapshot_id}",
             }
             made.state = "building"
-            task = asyncio.get_running_loop().create_task(self._build(made))
+            made.task = task = asyncio.get_running_loop().create_task(self._build(made))
             self._building.add(task)
             task.add_done_callback(self._building.discard)
         self.table[made.snapshot_id] = made
@@ -232,6 +233,8 @@ class Snapshots:
         if snapshot.general:
             raise Refused(403, "General snapshots cannot be deleted")
         del self.table[snapshot.snapshot_id]
+        if snapshot.task is not None:  # others wait for its place
+            snapshot.task.cancel()
         if snapshot.built is not None:
             self.ground.builder.release(snapshot.built)
         elif snapshot.backing_id is not None:
@@ -243,11 +246,18 @@ class Snapshots:
         snapshot = self.get(request.match_info["id"])
         if snapshot.state == "active":
             raise Refused(400, f"Snapshot {snapshot.name} is already active")
+        if snapshot.state != "inactive":  # there is nothing that a sandbox could be made from
+            raise Refused(400, f"Snapshot {snapshot.name} cannot be activated: its state is {snapshot.state}")
         snapshot.state = "active"
         return web.json_response(self._described(snapshot))
 
     async def deactivate_snapshot(self, request: web.Request) -> web.Response:
-        self.get(request.match_info["id"]).state = "inactive"
+        snapshot = self.get(request.match_info["id"])
+        if snapshot.state not in ("active", "inactive"):
+            raise Refused(
+                400, f"Snapshot {snapshot.name} cannot be deactivated: its state is {snapshot.state}"
+            )
+        snapshot.state = "inactive"
         return web.Response(status=204)
 
     async def snapshot_build_logs(self, request: web.Request) -> web.StreamResponse:

@@ -55,6 +55,7 @@ class Build:
     status: str = "waiting"
     reason: str | None = None
     log: list[dict[str, Any]] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None
 
     def tell(self, text: str, level: str = "info") -> None:
         moment = _now()
@@ -101,6 +102,9 @@ class Templates:
 
     async def delete(self, template: Template) -> None:
         self.table.pop(template.template_id, None)
+        for build in template.builds.values():
+            if build.task is not None:  # others wait for its place
+                build.task.cancel()
         if template.built is not None:
             self._ground.builder.release(template.built)
             template.built = None
@@ -159,6 +163,12 @@ class Templates:
                         raise BadRequest(f"an upload has {_LARGEST_UPLOAD} bytes at most")
                     file.write(piece)
             draft.rename(place)
+        except OSError as error:
+            if isinstance(error, ConnectionError):  # the caller has left
+                raise
+            return web.json_response(
+                {"code": 507, "message": f"it cannot be kept: {error.strerror}"}, status=507
+            )
         finally:
             with contextlib.suppress(FileNotFoundError):
                 draft.unlink()
@@ -173,7 +183,7 @@ class Templates:
         if build.status != "waiting":
             raise BadRequest(f"build {build.build_id} is {build.status}")
         build.status = "building"
-        task = asyncio.get_running_loop().create_task(self._run(template, build, body))
+        build.task = task = asyncio.get_running_loop().create_task(self._run(template, build, body))
         self._building.add(task)
         task.add_done_callback(self._building.discard)
         return web.Response(status=202)

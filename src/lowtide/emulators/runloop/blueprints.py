@@ -41,6 +41,7 @@ class Blueprint:
     finished_at: float = 0.0
     log: list[dict[str, Any]] = field(default_factory=list)
     deleted: bool = False
+    task: asyncio.Task[None] | None = None
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -92,7 +93,7 @@ class Blueprints:
             steps = []
         if any(step.argv or step.sources for step in steps):
             made.status = "building"
-            task = asyncio.get_running_loop().create_task(self._build(made, steps, base, content))
+            made.task = task = asyncio.get_running_loop().create_task(self._build(made, steps, base, content))
             self._building.add(task)
             task.add_done_callback(self._building.discard)
         elif made.status != "failed":
@@ -125,6 +126,9 @@ class Blueprints:
     def delete(self, blueprint: Blueprint) -> None:
         if not blueprint.deleted and blueprint.built is not None:
             self.ground.builder.release(blueprint.built)
+        if blueprint.task is not None and not blueprint.task.done():  # others wait for its place
+            blueprint.task.cancel()
+            blueprint.status = "failed"
         blueprint.deleted = True
 
     async def aclose(self) -> None:
