@@ -122,12 +122,8 @@ class _First(asyncio.Protocol):
         """Everything that is not emulated goes where it wanted to go."""
         try:
             reader, writer = await _reach(host, port, self.gate.upstream)
-        except (
-            OSError,
-            ValueError,
-            EOFError,
-            asyncio.LimitOverrunError,
-        ):  # a name that no resolver takes, a proxy's nonsense
+        except (OSError, ValueError, EOFError, asyncio.LimitOverrunError):
+            # The last three: a name that no resolver takes, a proxy's nonsense.
             return self._refuse("502 Bad Gateway")
         self.transport.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
         writer.write(rest)
