@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Awaitable, Callable
 
 from lowtide.errors import LowtideError
@@ -18,17 +19,16 @@ class Forward:
 
     def __init__(self, client: Callable[[], Awaitable[Client]], port: int) -> None:
         self._client, self._port = client, port
-        self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
-        self.address = ("127.0.0.1", 0)
-
-    async def open(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.address = self._server.sockets[0].getsockname()[:2]
+        listener = socket.create_server(("127.0.0.1", 0))  # at once: whoever asks meanwhile gets its address, too
+        self.address: tuple[str, int] = listener.getsockname()[:2]
+        self._server = asyncio.ensure_future(asyncio.start_server(self._serve, sock=listener))
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        if self._server.done():
+            self._server.result().close()
+        else:
+            self._server.add_done_callback(lambda opened: opened.cancelled() or opened.result().close())
         for task in self._connections:
             task.cancel()
 
