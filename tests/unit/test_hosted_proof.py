@@ -48,7 +48,9 @@ async def provider(request: pytest.FixtureRequest, page: str) -> AsyncIterator[A
 
     async def answer(asked: web.Request) -> web.Response:
         words, kind = NAMED if asked.path.startswith("/v1/devboxes/named") else PAGES[page]
-        return web.Response(text=words.format(path=asked.path), content_type=kind, status=410 if page == "gone" else 404)
+        return web.Response(
+            text=words.format(path=asked.path), content_type=kind, status=410 if page == "gone" else 404
+        )
 
     async with _serving(answer) as url:
         connected = kind.connect({}, {"api_key": "e2b_" + "0" * 40, address: url})
@@ -87,7 +89,13 @@ async def test_what_e2b_does_not_find_to_renew_and_shows_is_not_gone() -> None:
     """The guardian would settle its row, and nobody renew it any more."""
     pytest.importorskip("e2b")
     web = pytest.importorskip("aiohttp.web")
-    there = {"sandboxID": "abc123", "templateID": "base", "clientID": "", "state": "running", "envdVersion": "0.2.0"}
+    there: dict[str, Any] = {
+        "sandboxID": "abc123",
+        "templateID": "base",
+        "clientID": "",
+        "state": "running",
+        "envdVersion": "0.2.0",
+    }
     there |= dict.fromkeys(("cpuCount", "memoryMB", "diskSizeMB"), 1)
     there |= dict.fromkeys(("startedAt", "endAt"), "2030-01-01T00:00:00Z")
 

@@ -14,6 +14,7 @@ from tests.inside_program import PROGRAM, run, serving, wrapped_by
 
 from lowtide.errors import ResourceExhaustedError, SandboxUnavailableError, ValidationError
 from lowtide.providers.base import ProcessSpec, TerminalSize
+from lowtide.providers.inside import InsideProcess
 
 pytestmark = pytest.mark.timeout(120)
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
@@ -199,7 +200,8 @@ async def test_a_terminal_that_nobody_had_open_is_read_on() -> None:
 async def test_few_descriptors_are_no_reason_to_go_silent(option: str, most: int) -> None:
     async with serving() as inside, asyncio.timeout(30):
         inside.argv = ("sh", "-c", f'ulimit {option} -n 124; exec "$@"', "sh", *inside.argv)
-        client, running = inside.client(), []
+        client = inside.client()
+        running: list[InsideProcess] = []
         with contextlib.suppress(ResourceExhaustedError):
             while len(running) < 60:
                 running.append(await client.start(ProcessSpec(argv=("sleep", "60"))))
@@ -272,7 +274,7 @@ async def test_a_neighbour_who_does_not_read_keeps_nobody_waiting(user: int | No
         await run(client, "true")
         words = ("/usr/bin/python3", "-c", _FULL_PIPE, inside.name)
         neighbour = await asyncio.create_subprocess_exec(
-            *words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **({"user": user} if user else {})
+            *words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, user=user
         )
         assert neighbour.stdout is not None
         await neighbour.stdout.readline()  # what it said, or nothing: it was not let in

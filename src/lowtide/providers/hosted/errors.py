@@ -68,7 +68,8 @@ class Table:
                 continue
             if fault.cause and not was_raised_from(error, fault.cause):
                 continue
-            if fault.own and (body := getattr(error, "body", None)) is not None and not is_own(body, fault.own):
+            body = getattr(error, "body", None) if fault.own else None
+            if body is not None and not is_own(body, fault.own):
                 continue
             context: dict[str, Any] = {"provider": self.provider, "sandbox_id": sandbox_id, **fault.more}
             if fault.on_path and (found := file_error(text, str(path), context)) is not None:

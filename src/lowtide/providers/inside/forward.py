@@ -20,15 +20,16 @@ class Forward:
     def __init__(self, client: Callable[[], Awaitable[Client]], port: int) -> None:
         self._client, self._port = client, port
         self._connections: set[asyncio.Task[None]] = set()
-        listener = socket.create_server(("127.0.0.1", 0))  # at once: whoever asks meanwhile gets its address, too
+        # Listening at once, so that whoever asks meanwhile gets its address, too.
+        listener = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = listener.getsockname()[:2]
         self._server = asyncio.ensure_future(asyncio.start_server(self._serve, sock=listener))
 
     def close(self) -> None:
         if self._server.done():
-            self._server.result().close()
+            _close(self._server)
         else:
-            self._server.add_done_callback(lambda opened: opened.cancelled() or opened.result().close())
+            self._server.add_done_callback(_close)
         for task in self._connections:
             task.cancel()
 
@@ -47,6 +48,11 @@ class Forward:
         finally:
             self._connections.discard(task)
             writer.close()
+
+
+def _close(opened: asyncio.Future[asyncio.Server]) -> None:
+    if not opened.cancelled():
+        opened.result().close()
 
 
 async def _relay(
