@@ -12,12 +12,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lowtide.errors import SandboxUnavailableError, ValidationError
 from lowtide.providers.docker import DockerProvider
 from lowtide.providers.docker.access import resolve
+from lowtide.providers.docker.client import EngineClient
 
 
 def _context(directory: Path, name: str, host: str, **engine: object) -> Path:
@@ -163,8 +165,40 @@ async def test_what_answers_is_no_engine(answer: bytes) -> None:
         provider = DockerProvider.connect({"DOCKER_HOST": f"tcp://127.0.0.1:{port}"})
         with pytest.raises(SandboxUnavailableError):
             _ = provider.account
-        client = await provider.client()
+        with pytest.raises(SandboxUnavailableError):
+            await provider.client()
+        client = EngineClient(provider.endpoint)
         if b"200 OK" not in answer:
             with pytest.raises(SandboxUnavailableError), mapped("x"):
                 await client.attach("x")
+        await client.aclose()
         await provider.aclose()
+
+
+@pytest.mark.parametrize(("oldest", "asked"), [("1.24", "v1.41"), ("1.44", "v1.44"), (None, "v1.41")])
+async def test_an_engine_is_spoken_to_in_a_version_that_it_takes(oldest: str | None, asked: str) -> None:
+    """Docker 29 refuses all before 1.44, also to say which version it is."""
+    web = pytest.importorskip("aiohttp.web")
+    heard: list[str] = []
+
+    async def answer(request: Any) -> Any:
+        heard.append(request.path)
+        if request.path == "/version":
+            return web.json_response({"ApiVersion": "1.52", "MinAPIVersion": oldest, "Arch": "amd64"})
+        if not request.path.startswith(f"/{asked}/"):
+            return web.json_response({"message": "client version 1.41 is too old"}, status=400)
+        return web.json_response([] if request.path.endswith("containers/json") else {}, status=200)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    provider = DockerProvider.connect({"DOCKER_HOST": f"tcp://127.0.0.1:{runner.addresses[0][1]}"})
+    try:
+        assert [found async for found in provider.list({})] == []
+        await provider.inspect("01abc")
+        assert heard == ["/version", f"/{asked}/containers/json", f"/{asked}/containers/01abc/json"]
+    finally:
+        await provider.aclose()
+        await runner.cleanup()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -25,7 +27,10 @@ PAGES = {
         "<html><h1>404 Not Found</h1>The requested URL {path} was not found on this server.</html>",
         "text/html",
     ),
+    "gone": ("<html><h1>410 Gone</h1></html>", "text/html"),
     "route": ('{{"message":"Cannot GET {path}","error":"Not Found","statusCode":404}}', "application/json"),
+    "gateway": ('{{"message":"Not Found"}}', "application/json"),
+    "other": ('{{"code":404,"message":"no team of this name"}}', "application/json"),
 }
 
 
@@ -43,19 +48,29 @@ async def provider(request: pytest.FixtureRequest, page: str) -> AsyncIterator[A
 
     async def answer(asked: web.Request) -> web.Response:
         words, kind = NAMED if asked.path.startswith("/v1/devboxes/named") else PAGES[page]
-        return web.Response(text=words.format(path=asked.path), content_type=kind, status=404)
+        return web.Response(
+            text=words.format(path=asked.path), content_type=kind, status=410 if page == "gone" else 404
+        )
+
+    async with _serving(answer) as url:
+        connected = kind.connect({}, {"api_key": "e2b_" + "0" * 40, address: url})
+        yield connected
+        await connected.aclose()
+
+
+@asynccontextmanager
+async def _serving(answer: Callable[[Any], Awaitable[Any]]) -> AsyncIterator[str]:
+    from aiohttp import web
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", answer)
     runner = web.AppRunner(app)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    connected = kind.connect({}, {"api_key": "e2b_" + "0" * 40, address: url})
-    yield connected
-    await connected.aclose()
-    await runner.cleanup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
 
 
 @pytest.mark.parametrize("page", sorted(PAGES))
@@ -68,6 +83,51 @@ async def test_a_404_of_somebody_on_the_way_is_no_proof_that_a_sandbox_is_gone(
             with pytest.raises(errors.LowtideError) as raised:
                 await getattr(provider, name)(sandbox_id, *more)
             assert not isinstance(raised.value, errors.SandboxNotFoundError | errors.SandboxGone)
+
+
+async def test_what_e2b_does_not_find_to_renew_and_shows_is_not_gone() -> None:
+    """The guardian would settle its row, and nobody renew it any more."""
+    pytest.importorskip("e2b")
+    web = pytest.importorskip("aiohttp.web")
+    there: dict[str, Any] = {
+        "sandboxID": "abc123",
+        "templateID": "base",
+        "clientID": "",
+        "state": "running",
+        "envdVersion": "0.2.0",
+    }
+    there |= dict.fromkeys(("cpuCount", "memoryMB", "diskSizeMB"), 1)
+    there |= dict.fromkeys(("startedAt", "endAt"), "2030-01-01T00:00:00Z")
+
+    async def answer(asked: Any) -> Any:
+        if asked.method == "GET":
+            return web.json_response(there)
+        return web.json_response({"code": 404, "message": 'Sandbox "abc123" doesn\'t exist'}, status=404)
+
+    async with _serving(answer) as url:
+        provider = E2BProvider.connect({}, {"api_key": "e2b_" + "0" * 40, "api_url": url})
+        assert (await provider.get("abc123")).sandbox_id == "abc123"
+        with pytest.raises(errors.SandboxUnavailableError):
+            await provider.renew("abc123", 300.0)
+        await provider.aclose()
+
+
+@pytest.mark.parametrize("name", ["e2b", "daytona"])
+async def test_a_list_without_an_end_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, address, sdk = SERVICES[name]
+    pytest.importorskip(sdk)
+    web = pytest.importorskip("aiohttp.web")
+    monkeypatch.setattr("lowtide.providers.hosted.lookup._MOST_PAGES", 20)
+
+    async def answer(asked: Any) -> Any:
+        page = [] if name == "e2b" else {"items": [], "nextCursor": "more", "total": 0}
+        return web.json_response(page, headers={"X-Next-Token": "more"})
+
+    async with _serving(answer) as url, asyncio.timeout(20):
+        provider = kind.connect({}, {"api_key": "e2b_" + "0" * 40, address: url})
+        with pytest.raises(errors.SandboxUnavailableError, match="no end"):
+            _ = [found async for found in provider.list({})]
+        await provider.aclose()
 
 
 def test_a_daytona_key_of_another_organisation_is_another_account_whatever_the_environment_says() -> None:

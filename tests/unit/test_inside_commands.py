@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 from tests.inside_program import PROGRAM, run, serving, wrapped_by
 
-from lowtide.errors import SandboxUnavailableError, ValidationError
+from lowtide.errors import ResourceExhaustedError, SandboxUnavailableError, ValidationError
 from lowtide.providers.base import ProcessSpec, TerminalSize
+from lowtide.providers.inside import InsideProcess
 
 pytestmark = pytest.mark.timeout(120)
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
@@ -119,10 +122,12 @@ async def test_a_command_as_another_user(user: str, ids: str) -> None:
         assert out.decode().startswith(ids)
 
 
-async def test_a_user_that_is_not_known_is_said_so() -> None:
+@pytest.mark.parametrize("user", ["nobody-here", "4294967295", "4294967296", "65534:4294967295"])
+async def test_a_user_that_is_not_known_is_said_so(user: str) -> None:
+    """A number that is no user's, too: the kernel takes it for "as before", which is root."""
     async with serving() as inside:
-        with pytest.raises(ValidationError, match="no user nobody-here"):
-            await run(inside.client(), "id", user="nobody-here")
+        with pytest.raises(ValidationError, match=f"no user {user}"):
+            await run(inside.client(), "id", user=user)
 
 
 async def test_a_signal_reaches_the_group_and_a_stop_is_followed_by_a_continue() -> None:
@@ -175,6 +180,37 @@ async def test_a_command_whose_keeper_was_killed_is_ended_and_says_so(tmp_path: 
         assert await other.wait() == 130  # nobody else was touched
 
 
+async def test_a_command_whose_keeper_was_stopped_is_heard_of() -> None:
+    async with serving() as inside, asyncio.timeout(10):
+        assert (await run(inside.client(), "sh", "-c", "kill -STOP $PPID; exit 3"))[0] == 3
+
+
+async def test_a_terminal_that_nobody_had_open_is_read_on() -> None:
+    async with serving() as inside, asyncio.timeout(10):
+        script = "exec </dev/null >/dev/null 2>&1; sleep 0.3; echo who >/dev/tty; read x </dev/tty; exit $x"
+        process = await inside.client().start(
+            ProcessSpec(argv=("sh", "-c", script), tty=TerminalSize(columns=80, rows=24))
+        )
+        assert (await anext(process.output()))[1].startswith(b"who")
+        await process.write_stdin(b"5\n")
+        assert await process.wait() == 5
+
+
+@pytest.mark.parametrize(("option", "most"), [("-S", 60), ("", 14)], ids=["soft", "hard"])
+async def test_few_descriptors_are_no_reason_to_go_silent(option: str, most: int) -> None:
+    async with serving() as inside, asyncio.timeout(30):
+        inside.argv = ("sh", "-c", f'ulimit {option} -n 124; exec "$@"', "sh", *inside.argv)
+        client = inside.client()
+        running: list[InsideProcess] = []
+        with contextlib.suppress(ResourceExhaustedError):
+            while len(running) < 60:
+                running.append(await client.start(ProcessSpec(argv=("sleep", "60"))))
+        assert len(running) == most
+        inside.channels[-1].close()  # there are some left for who comes again
+        await asyncio.gather(*(process.terminate(0) for process in running))
+        assert (await run(client, "sh", "-c", "ulimit -n"))[1] == b"124\n"
+
+
 async def test_an_orphan_stays_with_its_command_until_it_ends() -> None:
     async with serving() as inside:
         client = inside.client()
@@ -208,6 +244,47 @@ async def test_a_channel_with_a_wrong_key_is_refused() -> None:
         with pytest.raises(SandboxUnavailableError, match="key"):
             await run(inside.client(key=b"x" * 16), "true")
         assert (await run(inside.clients[0], "echo", "still"))[1] == b"still\n"
+
+
+_FULL_PIPE = """
+import array, fcntl, os, socket, struct, sys, time
+link = socket.socket(socket.AF_UNIX)
+link.connect("\\0lowtide-" + sys.argv[1])
+(theirs, ours), (kept, full) = os.pipe(), os.pipe()
+fcntl.fcntl(full, fcntl.F_SETFL, os.O_NONBLOCK)
+for size in (4096, 1):
+    try:
+        while os.write(full, b"x" * size): pass
+    except BlockingIOError: pass
+link.sendmsg([b"b" + bytes(4)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [theirs, full]))])
+if os.getuid():
+    time.sleep(0.2)
+    fcntl.fcntl(full, fcntl.F_SETFL, 0)
+os.write(ours, struct.pack("<LQQ8s16sQBQ", 57, 0, 0, b"LOWTIDE1", b"no" * 8, 1, 0, 0))
+print("said", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("user", [None, pytest.param(65534, marks=needs_root)])
+async def test_a_neighbour_who_does_not_read_keeps_nobody_waiting(user: int | None) -> None:
+    """Its pipe is full when its wrong key is to be refused; another user's is one that waits, whatever was set."""
+    async with serving() as inside, asyncio.timeout(20):
+        client = inside.client()
+        await run(client, "true")
+        words = ("/usr/bin/python3", "-c", _FULL_PIPE, inside.name)
+        neighbour = await asyncio.create_subprocess_exec(
+            *words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, user=user
+        )
+        assert neighbour.stdout is not None
+        await neighbour.stdout.readline()  # what it said, or nothing: it was not let in
+        await asyncio.sleep(0.2)
+        try:
+            assert (await run(client, "echo", "still"))[1] == b"still\n"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                neighbour.kill()
+            await neighbour.wait()
 
 
 async def test_only_a_main_process_keeps_the_leases_clock() -> None:

@@ -22,7 +22,8 @@ from lowtide.errors import (
     SandboxIsADirectoryError,
     SandboxNotADirectoryError,
 )
-from lowtide.providers.inside import Client, files
+from lowtide.providers.inside import Channel, Client, Clients, files
+from lowtide.providers.inside.calls import Calls
 from lowtide.providers.inside.forward import Forward
 from lowtide.providers.optional import FileKind
 from lowtide.trees import tar_stream
@@ -289,7 +290,6 @@ async def test_a_port_is_reached_and_half_closed(client: Client) -> None:
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     forward = Forward(get, server.sockets[0].getsockname()[1])
-    await forward.open()
     reader, writer = await asyncio.open_connection(*forward.address)
     writer.write(b"x" * 200_000)
     writer.write_eof()
@@ -297,6 +297,50 @@ async def test_a_port_is_reached_and_half_closed(client: Client) -> None:
     writer.close()
     forward.close()
     server.close()
+
+
+async def test_a_service_that_says_more_than_it_hears_is_passed_on_both_ways_at_once(client: Client) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data * 10)
+            await writer.drain()
+        writer.close()
+
+    async def get() -> Client:
+        return client
+
+    async def send() -> None:
+        for _ in range(128):
+            writer.write(b"x" * (1 << 16))
+            await writer.drain()
+        writer.write_eof()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    forward, got = Forward(get, server.sockets[0].getsockname()[1]), 0
+    reader, writer = await asyncio.open_connection(*forward.address)
+    sending = asyncio.ensure_future(send())
+    async with asyncio.timeout(30):
+        while data := await reader.read(1 << 20):
+            got += len(data)
+        await sending
+    assert got == 10 * 128 << 16
+    writer.close()
+    forward.close()
+    server.close()
+
+
+async def test_two_who_ask_for_a_port_at_once_get_one_address() -> None:
+    async def nothing(_: str, first: bytes) -> Channel:
+        raise ConnectionError
+
+    async def key(_: str) -> bytes:
+        return b""
+
+    calls = Calls(Clients("test", nothing, key))
+    first, second = await asyncio.gather(calls.forward("here", 80), calls.forward("here", 80))
+    assert first == second
+    assert first[1]
+    calls.end_calls()
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["beside", "on another file system"])

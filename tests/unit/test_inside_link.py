@@ -123,8 +123,10 @@ async def test_another_program_in_its_place_is_not_believed() -> None:
         await run(other.client(), "true")
         inside.name = other.name  # whoever killed the first one could answer under its name
         inside.channels[0].close()
-        with pytest.raises(SandboxUnavailableError, match=r"another program|kept any more"):
+        first = client.pid
+        with pytest.raises(SandboxUnavailableError, match=r"another program|not there any more"):
             await process.wait()
+        assert client.pid == first
 
 
 async def test_a_client_that_leaves_lets_its_commands_go_on(tmp_path: Path) -> None:

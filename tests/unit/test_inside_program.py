@@ -48,17 +48,6 @@ def test_each_version_of_the_program_has_its_own_name() -> None:
     assert inside.fingerprint("amd64") != inside.fingerprint("arm64")
 
 
-def test_one_shell_line_brings_it_in(tmp_path: Path) -> None:
-    line = inside.shell_line(os.uname().machine, "nothing")
-    environ = {**os.environ, "TMPDIR": str(tmp_path)}
-    for _ in range(2):
-        done = subprocess.run(["sh", "-c", line], env=environ, capture_output=True, check=False)
-        assert (done.returncode, done.stderr) == (2, b"lowtide: not meant to be run by hand\n")
-    [path] = tmp_path.iterdir()
-    assert path.read_bytes() == inside.program(os.uname().machine)
-    assert path.stat().st_mode & 0o777 == 0o111
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has capabilities to lose")
 @pytest.mark.parametrize(("verb", "has"), [("init", True), ("guard", False)])
 def test_guarded_commands_lack_the_capability_that_shields_the_channel(verb: str, has: bool) -> None:

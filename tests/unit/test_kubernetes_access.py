@@ -19,7 +19,7 @@ pytest.importorskip("yaml")
 
 from aiohttp import web  # noqa: E402
 
-from lowtide.errors import AuthenticationError, LowtideError  # noqa: E402
+from lowtide.errors import AuthenticationError, LowtideError, SandboxUnavailableError  # noqa: E402
 from lowtide.providers.kubernetes import KubernetesProvider  # noqa: E402
 from lowtide.providers.kubernetes import access as access_module  # noqa: E402
 from lowtide.providers.kubernetes.access import Access  # noqa: E402
@@ -340,3 +340,27 @@ def test_the_way_is_the_one_kubectl_takes(
 ) -> None:
     path = kubeconfig(tmp_path, {"server": server, **cluster}, {})
     assert Access.resolve({"KUBECONFIG": str(path), **environ}, {}).proxy() == expected
+
+
+@pytest.mark.parametrize(
+    ("status", "page"),
+    [(404, "<h1>not found</h1>"), (404, '{"message": "Not Found"}'), (200, "<h1>log in</h1>"), (200, "{}")],
+)
+async def test_who_answers_in_the_servers_place_proves_no_end(tmp_path: Path, status: int, page: str) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(text=page, status=status, content_type="text/html")
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    cluster = {"server": f"http://127.0.0.1:{runner.addresses[0][1]}"}
+    provider = KubernetesProvider.connect({"KUBECONFIG": str(kubeconfig(tmp_path, cluster, {}))})
+    try:
+        for asking in (provider.get("abc"), provider.destroy("abc"), provider.renew("abc", 60.0)):
+            with pytest.raises(SandboxUnavailableError):
+                await asking
+    finally:
+        await provider.aclose()
+        await runner.cleanup()

@@ -7,13 +7,11 @@ command's. Everything after that goes over one terminal's WebSocket. docs/dayton
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import json
 import secrets
 import shlex
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
     from aiohttp import ClientWebSocketResponse, WSMessage
     from daytona import AsyncSandbox
 
-_FIRST = "LOWTIDE_FIRST"
 LONGEST_FIRST = 100_000
 """The kernel takes no variable of more than 128 KiB."""
 _EXECUTE_SECONDS = 10.0
@@ -120,10 +117,12 @@ async def ask_once(sandbox: AsyncSandbox, way: Way, first: bytes) -> Answer | No
     Sent again when its answer is lost: the program knows what it was told before by its place in the stream.
     None: the sandbox has another processor than most.
     """
-    text = _EXECUTED.format(first=_FIRST, enter=_enter(way), name=way.name, program=_packed("x86_64"))
+    text = _EXECUTED.format(
+        first=program.FIRST, enter=_enter(way), name=way.name, program=program.encoded("x86_64")
+    )
     for tries, delay in enumerate(backoff(0.05, 1.0), 1):
         try:
-            asking = sandbox.process.exec(text, env={_FIRST: first.decode("ascii")})
+            asking = sandbox.process.exec(text, env={program.FIRST: first.decode("ascii")})
             answer = await SERVICE.call(_EXECUTE_SECONDS, asking, "the first command", sandbox.id)
             break
         except errors.LowtideError as error:
@@ -160,8 +159,8 @@ async def open_terminal(connection: Connection, sandbox: AsyncSandbox, way: Way,
         await channel.send(f" exec /bin/sh -c {shlex.quote(script)}\n".encode())
         await channel.until(mark.encode())
         machine = (await channel.until(b";"))[:20].decode("ascii", "replace")
-        packed, size = _packed(machine).encode(), len(program.program(machine))
-        await channel.send(b"%d %d\n" % (len(packed), size) + packed + first)
+        text, size = program.encoded(machine, provider="daytona").encode(), len(program.program(machine))
+        await channel.send(b"%d %d\n" % (len(text), size) + text + first)
     except BaseException as error:
         channel.close()
         if isinstance(error, Exception):
@@ -194,8 +193,3 @@ def _enter(way: Way) -> str:
         return ""
     where = shlex.quote(way.working_dir)
     return f"cd -- {where} 2>/dev/null||{{ mkdir -p -- {where}&&cd -- {where};}}||exit 126\n"
-
-
-@cache
-def _packed(architecture: str) -> str:
-    return base64.b64encode(program.program(architecture, provider="daytona")).decode("ascii")

@@ -78,7 +78,7 @@ async def _said(asking: Any, what: str, sandbox_id: str, told: Mapping[int, End]
     async def answer() -> End:
         response = await asking
         body = await response.read()
-        if response.status == 404 and not hosted.is_own(body):
+        if response.status in (404, 410) and not hosted.is_own(body, "sandbox"):
             raise SERVICE.elsewhere(sandbox_id)
         if response.status in told:
             return told[response.status]

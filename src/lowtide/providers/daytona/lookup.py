@@ -95,7 +95,7 @@ async def listed(connection: Connection, labels: Mapping[str, str]) -> AsyncIter
     api: Any = (await connection.sdk())._sandbox_api
     wanted = json.dumps(dict(labels)) if labels else None
     cursor: str | None = None
-    while True:
+    for _ in hosted.pages(SERVICE):
         asking = api.list_sandboxes(labels=wanted, cursor=cursor, limit=_PAGE)
         page = await SERVICE.call(CALL_SECONDS, asking, "list")
         for one in page.items:

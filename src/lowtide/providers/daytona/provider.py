@@ -281,7 +281,7 @@ class DaytonaProvider(BulkFiles, hosted.Hosted):
         """For what counts as proof that it is gone: the SDK takes a 404 of anybody on the way for Daytona's."""
         try:
             yield
-        except errors.SandboxNotFoundError as error:
+        except (errors.SandboxNotFoundError, errors.SandboxGone) as error:
             await self.get(sandbox_id)
             raise SERVICE.elsewhere(sandbox_id) from error
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import aiodocker
     import aiohttp
 
-API_VERSION = "v1.41"  # Docker 20.10 and later, Podman 4 and later
+_API_VERSION = (1, 41)  # Docker 20.10 and later, Podman 4 and later; Docker 29 takes none before 1.44
 HIGH_WATER = 1 << 20
 _PIECE_BYTES = 64 << 10
 _HEAD = struct.Struct(">BxxxL")
@@ -52,11 +52,12 @@ class EngineClient:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=300)
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
         self.docker: aiodocker.Docker = aiodocker.Docker(
-            url=url, connector=connector, session=self._session, timeout=timeout, api_version=API_VERSION
+            url=url, connector=connector, session=self._session, timeout=timeout
         )
         self.docker.docker_host = url
-        self._architecture: str | None = None
-        self._base = ("http://localhost" if endpoint.local else url) + f"/{API_VERSION}/"
+        self.architecture = ""
+        """Of the engine's machine, as the engine calls it."""
+        self._base = ("http://localhost" if endpoint.local else url) + "/"
 
     async def aclose(self) -> None:
         await self.docker.close()
@@ -65,11 +66,21 @@ class EngineClient:
     def container(self, sandbox_id: str) -> Any:
         return self.docker.containers.container(sandbox_id)
 
-    async def architecture(self) -> str:
-        """Of the engine's machine, as the engine calls it."""
-        if self._architecture is None:
-            self._architecture = str((await self.docker.version()).get("Arch", "unknown"))
-        return self._architecture
+    async def agree(self) -> None:
+        """On a version of its API, before anything else is asked: the oldest that it and we know. Asked once."""
+        if self.architecture:
+            return
+        base = self._base
+        async with self.stream("GET", "version") as answer:
+            facts = await answer.json()
+        if self.architecture:  # somebody else has asked meanwhile
+            return
+        if not isinstance(facts, dict):
+            raise _no_engine()
+        version = max(_API_VERSION, _numbers(facts.get("MinAPIVersion")))
+        self.docker.api_version = "v" + ".".join(map(str, version))
+        self._base = f"{base}{self.docker.api_version}/"
+        self.architecture = str(facts.get("Arch") or "unknown")
 
     @asynccontextmanager
     async def stream(self, method: str, path: str, **options: Any) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -106,7 +117,7 @@ class EngineClient:
         try:
             body = json.dumps({"Detach": False, "Tty": False}).encode()
             writer.write(
-                f"POST /{API_VERSION}/exec/{exec_id}/start HTTP/1.1\r\nHost: docker\r\n"
+                f"POST /{self.docker.api_version}/exec/{exec_id}/start HTTP/1.1\r\nHost: docker\r\n"
                 "Content-Type: application/json\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n"
                 f"Content-Length: {len(body)}\r\n\r\n".encode()
                 + body
@@ -159,6 +170,11 @@ def _status(head: bytes) -> int:
     if len(words) < 2 or not words[0].startswith(b"HTTP/") or not words[1].isdigit():
         raise _no_engine()
     return int(words[1])
+
+
+def _numbers(version: object) -> tuple[int, ...]:
+    words = str(version).split(".")
+    return tuple(int(word) for word in words) if all(word.isdecimal() for word in words) else ()
 
 
 def _no_engine() -> ConnectionResetError:

@@ -33,7 +33,7 @@ class Creation:
 
         client, spec, options, image = self._client, self._spec, self._options, self._image
         with mapped(spec.lease_id):
-            volume = f"lowtide-inside-{program.fingerprint(await client.architecture())}"
+            volume = f"lowtide-inside-{program.fingerprint(client.architecture)}"
             body = container.create_body(
                 spec, image, volume=volume, publish=client.endpoint.local, key=self.key
             )
@@ -118,7 +118,7 @@ class Creation:
             container.carrier_body(spec, self._image, volume=volume), name=name
         )
         try:
-            data = _archive(program.program(await client.architecture()))
+            data = _archive(program.program(client.architecture))
             request = client.stream(
                 "PUT", f"containers/{name}/archive", params={"path": container.DIRECTORY}, data=data
             )

@@ -115,6 +115,8 @@ class DockerProvider(hosted.Hosted):
             client = self._client = EngineClient(self.endpoint)
             self._pulls, self._watched = {}, {}
             self.begin_calls(self._new_clients())
+        with mapped():
+            await client.agree()
         return client
 
     def _new_clients(self) -> Clients:

@@ -53,7 +53,7 @@ class Requests:
         # `res`: see `errors.retry_after`.
         res = _Answer(answer.status, bytes(answer.content), answer.headers)
         if res.status_code == 404:
-            if not hosted.is_own(res.content):
+            if not hosted.is_own(res.content, "sandbox"):
                 raise SERVICE.elsewhere(sandbox_id)
             return None
         if res.status_code >= 300:
@@ -100,7 +100,9 @@ async def listed(sdk: Any, access: Access, labels: Mapping[str, str]) -> AsyncIt
     query = SandboxQuery(metadata=dict(labels) or None, state=[State.RUNNING, State.PAUSED])
     with SERVICE.mapped():
         pages = sdk.list(query=query, limit=100, **access.parameters())
-    while pages.has_next:
+    for _ in hosted.pages(SERVICE):
+        if not pages.has_next:
+            return
         for one in await SERVICE.call(CALL_SECONDS, pages.next_items(), "list"):
             matches = all(one.metadata.get(key) == value for key, value in labels.items())
             if matches and Labels.from_dict(one.metadata) is not None:

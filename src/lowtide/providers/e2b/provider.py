@@ -152,10 +152,10 @@ class E2BProvider(Snapshots, BulkFiles, hosted.Hosted):
             with SERVICE.mapped(sandbox_id):
                 setting = sdk.set_timeout(sandbox_id, timeout=seconds, **self._access.parameters())
                 await SERVICE.within(lookup.CALL_SECONDS, setting, "set_timeout", sandbox_id)
-        except (errors.SandboxNotFoundError, KeyError):  # the second: an answer that is not E2B's
+        except (errors.SandboxNotFoundError, KeyError) as error:  # the second: an answer that is not E2B's
             if (await self.get(sandbox_id)).state is SandboxState.PAUSED:
                 return None  # a paused one has no clock that could run out
-            raise
+            raise SERVICE.elsewhere(sandbox_id) from error
         return datetime.now(UTC) + timedelta(seconds=seconds)
 
     def _forget(self, sandbox_id: str) -> None:

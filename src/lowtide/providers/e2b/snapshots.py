@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lowtide.providers import hosted
 from lowtide.providers.e2b.access import Access
 from lowtide.providers.e2b.create import DEFAULT_LIFETIME
 from lowtide.providers.e2b.errors import SERVICE
@@ -38,7 +39,9 @@ class Snapshots:
         found: list[str] = []
         with SERVICE.mapped():
             pages = self._sdk().list_snapshots(limit=100, **self._access.parameters())
-            while pages.has_next:
+            for _ in hosted.pages(SERVICE):
+                if not pages.has_next:
+                    break
                 items = await SERVICE.within(CALL_SECONDS, pages.next_items(), "list snapshots")
                 found += [str(one.snapshot_id) for one in items]
         return found

@@ -5,6 +5,7 @@
 * `recovered`: a create whose answer was lost: look for what it made, ask again where that is safe
 * `until_ready`: wait until a sandbox can be used, or say why it never will
 * `delete`: a delete counts when the sandbox is not found any more; its states are `End`
+* `pages`: of a list, which ends
 * `explained`: what an error on the way into a sandbox means: the control plane knows
 * `options_of`, `labels_of`, `only_ipv4`, `asked_for`: what a create may be asked for
 * `backoff`: the delays of whoever asks again
@@ -51,7 +52,7 @@ from lowtide.providers.hosted.access import (
 from lowtide.providers.hosted.create import asked_for, labels_of, only_ipv4, options_of, recovered
 from lowtide.providers.hosted.destroy import End, delete
 from lowtide.providers.hosted.errors import Fault, file_error, is_own, status_of, was_raised_from
-from lowtide.providers.hosted.lookup import explained, until_ready
+from lowtide.providers.hosted.lookup import explained, pages, until_ready
 from lowtide.providers.hosted.provider import INSIDE, Hosted
 from lowtide.providers.hosted.service import Service, mapped_by, was_lost, within
 from lowtide.providers.hosted.transfer import Counted
@@ -82,6 +83,7 @@ __all__ = [
     "needs_sdk",
     "only_ipv4",
     "options_of",
+    "pages",
     "recovered",
     "status_of",
     "until_ready",

@@ -30,8 +30,8 @@ class Fault:
     """Only where a file was asked for. `file_error` has the first word there: this row is for what it leaves."""
     cause: Of = ()
     """The class of what it was raised from, at any depth, named as in `of`."""
-    own: bool = False
-    """Not where somebody on the way has answered in the service's place, as far as the error tells: `is_own`."""
+    own: str = ""
+    """What the service speaks of: not where somebody on the way has answered in its place, as far as the error tells: `is_own`."""
 
     def matches(self, names: Container[str], status: int | None, text: str, path: str | None) -> bool:
         if self.on_path and path is None:
@@ -68,7 +68,8 @@ class Table:
                 continue
             if fault.cause and not was_raised_from(error, fault.cause):
                 continue
-            if fault.own and getattr(error, "body", None) is not None and not is_own(error.body):  # type: ignore[attr-defined]
+            body = getattr(error, "body", None) if fault.own else None
+            if body is not None and not is_own(body, fault.own):
                 continue
             context: dict[str, Any] = {"provider": self.provider, "sandbox_id": sandbox_id, **fault.more}
             if fault.on_path and (found := file_error(text, str(path), context)) is not None:
@@ -111,15 +112,17 @@ def status_of(error: BaseException | None) -> int | None:
     return None
 
 
-def is_own(body: object) -> bool:
-    """Whether a "not found" is the service's own word: an object in JSON. A load balancer or a proxy whose service is
-    away answers 404, too, with a page; and a server that does not know the address names that ("Cannot GET /…")."""
+def is_own(body: object, thing: str) -> bool:
+    """Whether a "not found" is the service's own word: JSON whose message speaks of the `thing` that was asked for. A load
+    balancer or a proxy whose service is away answers 404, too, with a page or with JSON that says no more than "Not Found",
+    and a server that does not know the address names that ("Cannot GET /…")."""
     if isinstance(body, str | bytes):
         try:
             body = json.loads(body)
         except ValueError:
             return False
-    return isinstance(body, Mapping) and not str(body.get("message", "")).lower().startswith("cannot ")
+    said = str(body.get("message", "")).lower() if isinstance(body, Mapping) else ""
+    return thing in said and not said.startswith("cannot ")
 
 
 def retry_after(error: BaseException) -> float | None:

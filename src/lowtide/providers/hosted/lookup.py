@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 from lowtide import errors
 from lowtide.backoff import backoff
 from lowtide.providers.base import SandboxInfo, SandboxState
 from lowtide.providers.hosted.service import Service
 
+_MOST_PAGES = 1_000
+"""A hundred sandboxes each."""
 Look = Callable[[], Awaitable[SandboxInfo]]
 """Asks the control plane, by id. Raises SandboxNotFoundError when there is none."""
 
@@ -38,6 +40,14 @@ async def until_ready(
             raise service.failed(sandbox_id, f"not ready after {seconds:g} s")
         await asyncio.sleep(delay)
     raise AssertionError  # `backoff` has no end
+
+
+def pages(service: Service) -> Iterator[int]:
+    """Counts the pages of a list, as far as it can be one: who always names another would keep a sweep for ever."""
+    yield from range(_MOST_PAGES)
+    raise service.error(
+        errors.SandboxUnavailableError, f"{service.name} answers a list that has no end ({_MOST_PAGES} pages)"
+    )
 
 
 async def explained(

@@ -86,10 +86,10 @@ class Service:
         return self.error(errors.SandboxNotFoundError, words, sandbox_id)
 
     def elsewhere(self, sandbox_id: str) -> errors.SandboxUnavailableError:
-        """A 404 that the service has not said itself, by `is_own`: it proves nothing."""
+        """A 404 that the service has not said itself, by `is_own` or because it shows the sandbox: it proves nothing."""
         return self.error(
             errors.SandboxUnavailableError,
-            f"somebody on the way to {self.name} answered 404 in its place; whether {sandbox_id} is there is not known",
+            f"somebody on the way to {self.name} answered in its place; whether {sandbox_id} is there is not known",
             sandbox_id,
         )
 

@@ -37,7 +37,6 @@ class Calls:
         forward = self._forwards.get((sandbox_id, port))
         if forward is None:
             forward = self._forwards[sandbox_id, port] = Forward(lambda: self.clients.get(sandbox_id), port)
-            await forward.open()
         return forward.address
 
     async def read_file(self, sandbox_id: str, path: str) -> AsyncIterator[bytes]:

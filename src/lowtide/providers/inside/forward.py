@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Awaitable, Callable
 
 from lowtide.errors import LowtideError
@@ -18,17 +19,17 @@ class Forward:
 
     def __init__(self, client: Callable[[], Awaitable[Client]], port: int) -> None:
         self._client, self._port = client, port
-        self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
-        self.address = ("127.0.0.1", 0)
-
-    async def open(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.address = self._server.sockets[0].getsockname()[:2]
+        # Listening at once, so that whoever asks meanwhile gets its address, too.
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = listener.getsockname()[:2]
+        self._server = asyncio.ensure_future(asyncio.start_server(self._serve, sock=listener))
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        if self._server.done():
+            _close(self._server)
+        else:
+            self._server.add_done_callback(_close)
         for task in self._connections:
             task.cancel()
 
@@ -47,6 +48,11 @@ class Forward:
         finally:
             self._connections.discard(task)
             writer.close()
+
+
+def _close(opened: asyncio.Future[asyncio.Server]) -> None:
+    if not opened.cancelled():
+        opened.result().close()
 
 
 async def _relay(

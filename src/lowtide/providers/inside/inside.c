@@ -253,12 +253,14 @@ static int is_word(const char *at, const char *word, u64 n)
 static const char *next_line(const char *p) { while (*p && *p != '\n') p++; return *p ? p + 1 : p; }
 
 #define UNKNOWN_USER 1000 /* beside the error numbers */
+#define NOBODY 0xffffffffL /* no user's number: the kernel would leave us who we are */
 static char home[4200];
 
 /* Become NAME, UID, NAME:GROUP or UID:GID. 0, or what stands against it. */
 static int become_user(const char *user, int terminal)
 {
-	u32 uid = 0, gid = 0, groups[64];
+	long uid = 0, gid = 0;
+	u32 groups[64];
 	int known = 0, count = 0;
 	u64 n = 0;
 	while (user[n] && user[n] != ':') n++;
@@ -292,6 +294,7 @@ static int become_user(const char *user, int terminal)
 			for (const char *member = field(p, 3); *member && *member != '\n' && count < 64; member++)
 				if ((member[-1] == ':' || member[-1] == ',') && is_word(member, name, length_of_name)) { groups[count++] = number(field(p, 2)); break; }
 	}
+	if (uid >= NOBODY || gid >= NOBODY) return UNKNOWN_USER;
 	if (K(getuid) == uid && K(getgid) == gid && uid) return 0;
 	if (terminal) K(fchown, 0, uid, -1);
 	long error = K(setgroups, count, groups);
@@ -1235,20 +1238,29 @@ static void pass_on(int port)
 		if (fd < 0 || K(connect, fd, &six, sizeof six) < 0) fail(error);
 	}
 	say(1, "ok\n");
-	int in = 1, out = 1;
-	while (out) {
-		struct pollfd w[2] = {{.fd = in ? 0 : -1, .events = POLLIN}, {.fd = fd, .events = POLLIN}};
-		if (K(ppoll, w, 2, 0, 0, 0) < 0) continue;
-		if (w[0].revents) {
-			long n = K(read, 0, block, CHUNK);
-			if (n <= 0 || write_all(fd, block, n)) { in = 0; K(shutdown, fd, 1); }
+	/* Neither way waits for the other: a service may take no more before somebody takes what it says. */
+	static u8 inward[CHUNK];
+	struct { int from, to; u8 *data; u32 at, end; } ways[2] = {{0, fd, inward, 0, 0}, {fd, 1, block, 0, 0}};
+	K(fcntl, fd, F_SETFL, O_RDWR | O_NONBLOCK);
+	K(fcntl, 1, F_SETFL, O_WRONLY | O_NONBLOCK);
+	for (;;) {
+		struct pollfd w[2];
+		for (int i = 0; i < 2; i++) {
+			int full = ways[i].at < ways[i].end;
+			w[i] = (struct pollfd){.fd = full ? ways[i].to : ways[i].from, .events = full ? POLLOUT : POLLIN};
 		}
-		if (w[1].revents) {
-			long n = K(read, fd, block, CHUNK);
-			if (n <= 0 || write_all(1, block, n)) out = 0;
+		if (K(ppoll, w, 2, 0, 0, 0) < 0) continue;
+		for (int i = 0; i < 2; i++) {
+			if (!w[i].revents) continue;
+			long n = 1;
+			if (ways[i].at == ways[i].end && (n = K(read, ways[i].from, ways[i].data, CHUNK)) > 0) ways[i].at = 0, ways[i].end = n;
+			if (n > 0 && (n = K(write, ways[i].to, ways[i].data + ways[i].at, ways[i].end - ways[i].at)) > 0) ways[i].at += n;
+			if (n > 0 || n == -EAGAIN || n == -EINTR) continue;
+			if (i) leave(0);
+			ways[0].from = -1; ways[0].at = ways[0].end;
+			K(shutdown, fd, 1);
 		}
 	}
-	leave(0);
 }
 
 static __attribute__((noreturn)) void call(char **argv, int argc)
@@ -1406,7 +1418,7 @@ static void greet(struct client *c, u8 status)
 	p[32] = status;
 	memcpy(p + 33, &self, 4);
 	dispatch(c, 37);
-	if (status > AGAIN) { write_all(c->out, c->out_wire, c->to); unplug(c); }
+	if (status > AGAIN) { K(write, c->out, c->out_wire, c->to); unplug(c); } /* whoever it is, he is not waited for */
 }
 
 /* The first packet of a channel: magic, key, which client, whether it comes again, what it has of ours. */
@@ -1473,6 +1485,7 @@ enum { WANTS_INPUT = 1, TERMINAL = 2, CALL = 4 };
 #define WINDOW (256 * 1024) /* how much standard input may wait here for one command */
 #define PIECE 32768
 #define END_MS 10000 /* after the grace: how long what does not die is tried */
+#define HUNG_MS 50
 
 static struct command {
 	struct client *client; /* 0: nobody reads it */
@@ -1481,7 +1494,8 @@ static struct command {
 	int ending, ended, living;
 	long end_from, end_grace, end_next, end_pause;
 	int left, settling, rest[2]; /* it has exited and others hold its streams; as much of them is still read */
-	int hung, open_line; /* nobody has its terminal open; what was typed last was no end of a line */
+	int open_line; /* what was typed last was no end of a line */
+	long hung; /* nobody had its terminal open: when to look again whether somebody has */
 	u8 signals[8]; /* that came before the child was known, in their order */
 	long credit; /* how much output the other side will take */
 	u8 *input;
@@ -1492,6 +1506,12 @@ static struct command {
 } commands[COMMANDS];
 static long strays_next, strays_from, deadline, cap;
 static int strays_left, main_command = -1, as_init, guarded;
+/* Each command has four descriptors, and `ppoll` takes no more than may be open: so we may have as many as there can be, and
+ * our commands have the limit that we found. */
+#define RLIMIT_NOFILE 7
+#define FILES(commands) (2 + 3 * CLIENTS + 4 * (commands) + 16)
+static u64 files_before[2];
+static int most_commands = COMMANDS;
 static u8 *log_ring; /* of what the main command printed, the last REPLAY bytes; 0: it prints to our own streams, and no more */
 static u64 logged;
 static long over; /* when the main command had ended: then whoever reads the log has LAST_MS to hear the rest */
@@ -1587,6 +1607,7 @@ static __attribute__((noreturn)) void start_inside(u8 *data, u32 n, int in, int 
 			for (int i = own; i < have && !homed && home[5]; i++) if (begins(variables[i], "HOME=")) variables[i] = home, homed = 1;
 			if (!homed && home[5]) variables[have++] = home;
 		}
+		K(prlimit64, 0, RLIMIT_NOFILE, files_before, 0);
 		block_signals(0);
 		if (*cwd && K(chdir, cwd) < 0) {
 			say(2, "lowtide: cannot enter the working directory "); say(2, cwd); say(2, "\n");
@@ -1631,7 +1652,7 @@ static int open_terminal(const u8 *data, int *master)
 static struct command *start(struct client *owner, u32 id, u8 *data, u32 n)
 {
 	struct command *c = 0;
-	for (int i = 0; i < COMMANDS && !c; i++) if (!commands[i].used) c = &commands[i];
+	for (int i = 0; i < most_commands && !c; i++) if (!commands[i].used) c = &commands[i];
 	int in[2] = {-1, -1}, out[2] = {-1, -1}, err[2] = {-1, -1}, status[2] = {-1, -1}, flags = data[0];
 	if (!c || keeper_count >= KEEPERS || n < 12 || data[n - 1] || find_command(owner, id)) { frame_number(owner, REFUSED, id, EAGAIN); return 0; }
 	long error = 0;
@@ -1748,7 +1769,7 @@ static int drain(struct command *c, int *fd, u8 kind)
 		long n = K(read, *fd, data, most);
 		if (n == -EINTR) continue;
 		if (n == -EAGAIN) return 1;
-		if (n < 0 && c->terminal && !c->exited) { c->hung = 1; return 1; } /* nobody holds it now: closed, it would kill the command */
+		if (n < 0 && c->terminal && !c->exited) { c->hung = now_ms() + HUNG_MS; return 1; } /* nobody holds it now: closed, it would kill the command */
 		if (n <= 0) { shut(fd); return 1; }
 		if (c->deaf) { if (rounds < 64) continue; return 1; }
 		c->credit -= n;
@@ -1762,6 +1783,7 @@ static void release(struct command *c)
 {
 	if (!c->said || (c->ending && !c->ended)) return;
 	shut(&c->in); shut(&c->out); shut(&c->err); shut(&c->status);
+	if (c->input) K(madvise, c->input, WINDOW, 4); /* not needed */
 	c->used = 0;
 }
 
@@ -1880,7 +1902,8 @@ static void reap(void)
 {
 	int status;
 	long pid;
-	while ((pid = K(wait4, -1, &status, WNOHANG, 0)) > 0) {
+	while ((pid = K(wait4, -1, &status, WNOHANG | WUNTRACED, 0)) > 0) {
+		if ((status & 0xff) == 0x7f) { if (is_keeper(pid)) K(kill, pid, SIGCONT); continue; } /* stopped: nobody would hear how it ends */
 		if (!forget_keeper(pid)) continue;
 		int murdered = status & 0x7f, call = 0;
 		for (int i = 0; i < COMMANDS; i++) {
@@ -1918,7 +1941,7 @@ static void take(struct client *from, u8 *data, u32 n)
 	if (kind == BYE) { free_client(from); return; }
 	struct command *c = find_command(from, id);
 	if (kind == LOG) {
-		for (int i = 0; i < COMMANDS && !c; i++) if (!commands[i].used) {
+		for (int i = 0; i < most_commands && !c; i++) if (!commands[i].used) {
 			commands[i] = (struct command){.used = 1, .reader = 1, .call = 1, .client = from, .id = id, .pid = -1, .in = -1, .out = -1, .err = -1,
 				.status = -1, .credit = REPLAY, .input = commands[i].input, .log_end = logged, .follows = value != 0};
 			frame_number(from, STARTED, id, 0);
@@ -2082,9 +2105,12 @@ static void welcome(int listener)
 	if (fd < 0) return;
 	struct { int pid; u32 uid, gid; } peer = {0, 0, 0};
 	u32 size = sizeof peer;
-	int parent = -1;
-	/* Whoever came in through the engine has no parent in here. What runs in here always has one. */
-	if (K(getpid) == 1 && (K(getsockopt, fd, 1, 17, &peer, &size) < 0 || !look(peer.pid, &parent) || parent != 0)) { K(close, fd); return; }
+	int parent = -1, known = K(getsockopt, fd, 1, 17, &peer, &size) >= 0;
+	/* Whoever came in through the engine has no parent in here. What runs in here always has one. Elsewhere a channel comes
+	 * from our own user: another one could keep us waiting, at a pipe of his that we are to write to. */
+	if (K(getpid) == 1) known = known && look(peer.pid, &parent) && parent == 0;
+	else if (!as_init || guarded) known = known && (!peer.uid || peer.uid == (u32)K(getuid));
+	if (!known) { K(close, fd); return; }
 	struct client *c = new_client();
 	if (!c) { K(close, fd); return; }
 	c->link = fd;
@@ -2166,7 +2192,9 @@ static __attribute__((noreturn)) void serve(int listener)
 			struct command *c = &commands[i];
 			if (!c->used) continue;
 			busy = 1;
-			int more = (!c->hung || c->exited) && (c->deaf || (c->credit > 0 && c->client && room(c->client) >= RESERVE + PIECE + 9));
+			int hung = c->hung > now && !c->exited;
+			if (hung) sooner(&wake, c->hung);
+			int more = !hung && (c->deaf || (c->credit > 0 && c->client && room(c->client) >= RESERVE + PIECE + 9));
 			if (c->exited && !c->said && more) { settle(c); if (!c->used) { i--; continue; } }
 			if (c->ending && !c->ended) sooner(&wake, c->end_next);
 			int inputs = c->in >= 0 && c->from < c->to && (!c->client || room(c->client) >= RESERVE);
@@ -2245,6 +2273,10 @@ static void prepare(void)
 	int takes = 0; /* gVisor's process 1 is told that it may, and nobody else is */
 	K(prctl, PR_SET_CHILD_SUBREAPER, 1);
 	orphans_are_ours = K(prctl, PR_GET_CHILD_SUBREAPER, &takes) < 0 || !takes;
+	K(prlimit64, 0, RLIMIT_NOFILE, 0, files_before);
+	u64 files[2] = {files_before[1] < FILES(COMMANDS) ? files_before[1] : FILES(COMMANDS), files_before[1]};
+	if (files[0] < files_before[0] || K(prlimit64, 0, RLIMIT_NOFILE, files, 0) < 0) files[0] = files_before[0];
+	if (files[0] < FILES(COMMANDS)) most_commands = files[0] > FILES(1) ? (files[0] - FILES(0)) / 4 : 1;
 }
 
 /* `patience`: for so many ms a server that does not answer yet is waited for: it is only just starting. */

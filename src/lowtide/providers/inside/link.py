@@ -313,7 +313,7 @@ class Link:
     def _greeted(self, payload: bytes) -> None:
         if len(payload) != WELCOME.size or not payload.startswith(MAGIC):
             raise self._hostile("not a greeting")
-        _, proof, stored, status, self.pid = WELCOME.unpack(payload)
+        _, proof, stored, status, pid = WELCOME.unpack(payload)
         if status == FORGOTTEN:
             raise SandboxUnavailableError(
                 "what ran the commands inside is not there any more: something in the sandbox has ended it, or the "
@@ -332,7 +332,7 @@ class Link:
             raise self._hostile("it has what was never sent")
         if self._proof is not None:
             self._sent = stored
-        self._proof = proof
+        self._proof, self.pid = proof, pid
         self._welcomed = True
         self._work.set()
 

@@ -54,15 +54,6 @@ def packed(architecture: str) -> str:
     return base64.b64encode(gzip.compress(program(architecture), 9, mtime=0)).decode("ascii")
 
 
-def shell_line(architecture: str, words: str) -> str:
-    """Bring it in and become it, with nothing but a shell, base64 and gzip: for services that start commands."""
-    name = f".lowtide-{fingerprint(architecture)}"
-    return (
-        f'p="${{TMPDIR:-/tmp}}/{name}"; [ -x "$p" ] || {{ (umask 077; echo {packed(architecture)} '
-        f'| base64 -d | gzip -d >"$p.$$") && chmod 111 "$p.$$" && mv -f "$p.$$" "$p"; }} && exec "$p" {words}'
-    )
-
-
 def serve_line(architecture: str, name: str) -> str:
     """Bring it in and become the server `name`, and leave no file: for a sandbox in which nothing hostile runs yet."""
     path = f"/tmp/.lowtide-{name}"  # noqa: S108 - gone when the program runs
@@ -85,7 +76,7 @@ def main_line(place: str, *architectures: str, small: bool = False, log: bool = 
     `small`: packed, where the line is kept and shown by the service; then the image needs gzip, too.
     `log`: it keeps what the command prints, for `inside.logs`.
     """
-    text = packed if small else _encoded
+    text = packed if small else encoded
     unpack = "base64 -d|gzip -d" if small else "base64 -d"
     if len(architectures) == 1:
         bring = f"echo {text(architectures[0])}"
@@ -120,12 +111,12 @@ def place_line(architecture: str, directory: str) -> str:
 
 def _written(architecture: str, path: str) -> str:
     """Not packed: another process to unpack it costs more than 16 kB on the way, which need no more round trips."""
-    return f"echo {_encoded(architecture)}|base64 -d >{path}&&chmod 111 {path}"
+    return f"echo {encoded(architecture)}|base64 -d >{path}&&chmod 111 {path}"
 
 
 @cache
-def _encoded(architecture: str) -> str:
-    return base64.b64encode(program(architecture)).decode("ascii")
+def encoded(architecture: str, *, provider: str | None = None) -> str:
+    return base64.b64encode(program(architecture, provider=provider)).decode("ascii")
 
 
 def _names(architecture: str) -> list[str]:

@@ -63,16 +63,21 @@ class Api:
             method, path, params=params, data=data, headers=headers, timeout=total
         ) as answer:
             content = await _content(answer)
-            return content if isinstance(content, dict) else {}
+            if not isinstance(content, dict):
+                raise ApiError(answer.status, content, what=f"{method} {_short(path)}")
+            return content
 
     async def get(self, path: str) -> Json | None:
         """One object; None when it is not there."""
         try:
-            return await self.request("GET", path)
+            found = await self.request("GET", path)
         except ApiError as error:
             if error.status != 404:
                 raise
             return None
+        if not isinstance(found.get("metadata"), dict):
+            raise ApiError(200, found, what=f"GET {_short(path)}")
+        return found
 
     async def pages(
         self, path: str, *, params: Mapping[str, str], only_metadata: bool = False

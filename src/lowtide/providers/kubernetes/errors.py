@@ -19,13 +19,16 @@ class ApiError(Exception):
         self, status: int, body: Any, *, what: str, headers: Mapping[str, str] | None = None
     ) -> None:
         details = body if isinstance(body, dict) else {}
-        self.status = status
+        # Somebody on the way who answers in the server's place proves nothing; that one says it as a Status.
+        self.elsewhere = status < 400 or (status == 404 and details.get("kind") != "Status")
+        self.status = 502 if self.elsewhere else status
         self.reason = str(details.get("reason") or "")
         self.message = str(
             details.get("message") or (body if isinstance(body, str) else "") or f"HTTP {status}"
         )[:2000]
         self.headers = dict(headers or {})
-        super().__init__(f"{what}: {self.message}")
+        own = "not the API server's own answer: " if self.elsewhere else ""
+        super().__init__(f"{what}: {own}{self.message}")
 
 
 _API = "lowtide.ApiError"
@@ -75,9 +78,10 @@ def may_not(error: ApiError) -> bool:
 
 @contextmanager
 def where_allowed() -> Iterator[None]:
-    """Around what is looked for beside a pod: without the right to see such things there are none of ours."""
+    """Around what is looked for beside a pod: without the right to see such things there are none of ours, nor where the
+    server does not know them."""
     try:
         yield
     except ApiError as error:
-        if not may_not(error):
+        if not may_not(error) and not error.elsewhere:
             raise

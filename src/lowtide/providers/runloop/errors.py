@@ -21,7 +21,7 @@ FAULTS = (
         status=404,
         says=("devbox ", "devbox'", 'devbox"', "devbox:"),  # not the path: who does not know it may name it
         words="no sandbox {sandbox_id} in this Runloop account",
-        own=True,
+        own="devbox",
     ),
     Fault(errors.SandboxFailedError, status=404, more={"reason": "not-found"}),
     Fault(errors.ValidationError, status=(400, 413, 422), words="Runloop refused the request: {text}"),
