@@ -80,7 +80,10 @@ async def open_channel(lookup: Lookup, sandbox_id: str, first: bytes) -> ExecCha
                 heartbeat=_HEARTBEAT_SECONDS,
             )
         except ApiError as error:
-            if error.status in (400, 404, 500) and (gone := await explain(lookup, sandbox_id)) is not None:
+            if (
+                error.status in (400, 404, 500, 502)
+                and (gone := await explain(lookup, sandbox_id)) is not None
+            ):
                 raise gone from error
             raise
         channel = ExecChannel(socket, lookup, sandbox_id)
