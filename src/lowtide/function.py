@@ -1,7 +1,8 @@
 """A Python function that runs in a sandbox of its own at every call: what `Session.function` makes of one.
 
-Its source goes there, with what it uses of its module: values, other functions, and modules by name, which
-the sandbox has to have. Arguments, values and the result are JSON.
+Its source goes there, with what it uses of its module: values, other functions, and by name modules and what was
+imported from one of the standard library or an installed package, which the sandbox has to have. Arguments, values
+and the result are JSON.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import logging
 import secrets
 import symtable
+import sys
 import textwrap
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -37,8 +39,10 @@ _RUNNER = """
 import importlib, json, sys
 given = json.load(sys.stdin)
 names = {"__name__": "__lowtide__", **given["values"]}
-for name, module in given["modules"].items():
+for name, (module, part) in given["modules"].items():
     names[name] = importlib.import_module(module)
+    if part is not None:
+        names[name] = getattr(names[name], part)
 for source in given["sources"]:
     exec(compile(source, "<function>", "exec"), names)
 result = json.dumps(names[given["name"]](*given["args"], **given["kwargs"]))
@@ -146,7 +150,7 @@ class _Parts:
         self.name = function.__name__
         self.sources: dict[str, str] = {}
         self.values: dict[str, Any] = {}
-        self.modules: dict[str, str] = {}
+        self.modules: dict[str, tuple[str, str | None]] = {}
         self._meant: dict[str, tuple[Any, str]] = {self.name: (function, self.name)}
         """What each name stands for, and in which function: in the sandbox there is one scope for all."""
         self._add(self.name, function)
@@ -177,12 +181,28 @@ class _Parts:
         if name in self.sources:
             return
         if isinstance(value, types.ModuleType):
-            self.modules[name] = value.__name__
+            self.modules[name] = (value.__name__, None)
+        elif (home := _imported_from(value)) is not None:
+            self.modules[name] = home
         elif isinstance(value, types.FunctionType) and value.__name__ == name:
             self._add(name, value)
         elif getattr(builtins, name, None) is not value:
             _check_json(f"{name}, which {by} uses,", value)
             self.values[name] = value
+
+
+def _imported_from(value: Any) -> tuple[str, str] | None:
+    """The module of the standard library or of an installed package that has it, and its name there."""
+    module, name = sys.modules.get(str(getattr(value, "__module__", None))), getattr(value, "__name__", None)
+    if module is None or not isinstance(name, str):
+        return None
+    found = getattr(module, name, None)
+    if found is not value and not (isinstance(value, types.MethodType) and found == value):  # random.choice
+        return None
+    path = (getattr(module, "__file__", None) or "").split("/")
+    installed = "site-packages" in path or "dist-packages" in path
+    standard = module.__name__.partition(".")[0] in sys.stdlib_module_names
+    return (module.__name__, name) if standard or installed else None
 
 
 def _scope(function: Any) -> dict[str, Any]:

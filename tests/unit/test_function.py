@@ -8,7 +8,13 @@ import json
 import math
 import operator
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from functools import reduce
+from json import dumps
+from math import sqrt
+from pathlib import Path
+from random import choice
 
 import pytest
 
@@ -41,6 +47,21 @@ def test_it_takes_along_what_it_uses(session: Session) -> None:
 
     assert work.remote(2, more=[1]).result(60) == [6, 2, ["a", "b"], [1], "in the sandbox"]
     assert session.sandbox_count == 0
+
+
+def test_what_it_imported_from_a_module_is_imported_there_too(session: Session) -> None:
+    @session.function()
+    def work() -> list[object]:
+        counted = Counter("aab")
+        return [
+            dumps(counted, sort_keys=True),
+            sqrt(4.0),
+            Path("/a").name,
+            choice([5]),
+            reduce(int.__add__, [1, 2]),
+        ]
+
+    assert work.remote().result(60) == ['{"a": 2, "b": 1}', 2.0, "a", 5, 3]
 
 
 def test_what_it_prints_is_not_its_result(session: Session) -> None:
