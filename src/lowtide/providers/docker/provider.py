@@ -189,9 +189,10 @@ class DockerProvider(hosted.Hosted):
 
     async def inspect(self, sandbox_id: str) -> dict[str, Any]:
         """The engine's own description. Raises SandboxNotFoundError."""
+        name = checked_id(sandbox_id)
         client = await self.client()
         with mapped(sandbox_id):
-            facts: dict[str, Any] = await client.container(checked_id(sandbox_id)).show()
+            facts: dict[str, Any] = await client.container(name).show()
             return facts
 
     async def get(self, sandbox_id: str) -> SandboxInfo:
@@ -250,6 +251,8 @@ class DockerProvider(hosted.Hosted):
     async def destroy(self, sandbox_id: str, *, grace_seconds: float = 0.0) -> bool:
         import aiodocker
 
+        if not hosted.is_word(sandbox_id):
+            return False  # nothing can have this id
         client = await self.client()
         self._let_go(sandbox_id)
         there = False
