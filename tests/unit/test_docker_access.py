@@ -178,6 +178,7 @@ async def test_what_answers_is_no_engine(answer: bytes) -> None:
 @pytest.mark.parametrize(("oldest", "asked"), [("1.24", "v1.41"), ("1.44", "v1.44"), (None, "v1.41")])
 async def test_an_engine_is_spoken_to_in_a_version_that_it_takes(oldest: str | None, asked: str) -> None:
     """Docker 29 refuses all before 1.44, also to say which version it is."""
+    pytest.importorskip("aiodocker")
     web = pytest.importorskip("aiohttp.web")
     heard: list[str] = []
 

@@ -70,7 +70,7 @@ with Sandbox.run("sh", "-c", {CHATTY!r}) as box:
     print(next(reader)[0])
 """
     done = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script],  # newer Pythons warn of the fork
         env={**os.environ, "LOWTIDE_PROVIDER": "local"},
         capture_output=True,
         text=True,
