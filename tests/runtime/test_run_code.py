@@ -85,8 +85,10 @@ def test_code_that_stops_what_holds_its_time_limit_is_given_up_all_the_same(
 ) -> None:
     monkeypatch.setattr(code_module, "_LATE_SECONDS", 1.0)
     plain.run_code(HOLDER).result(SECONDS)  # started, so that the time limit is for the code alone
+    # It stops a moment after the signal: answered at once, it would still pass that on.
+    stop = "os.kill(holder, signal.SIGSTOP); __import__('time').sleep(0.5)"
     with pytest.raises(CommandTimeoutError, match="did not answer"):
-        plain.run_code("os.kill(holder, signal.SIGSTOP)", timeout_seconds=5).result(SECONDS)
+        plain.run_code(stop, timeout_seconds=5).result(SECONDS)
     assert plain.run_code("1 + 1").result(SECONDS).results[0]["text/plain"] == "2"
 
 
