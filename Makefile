@@ -14,7 +14,7 @@ PYTEST_ARGS ?=
 # WITHOUT="and not newcomer" leaves out of test-all what `make test` has run already.
 WITHOUT ?=
 # Most tests wait for processes, engines and servers rather than for a processor.
-WORKERS ?= $(shell echo $$(( 3 * $$(nproc) )))
+WORKERS ?= $(shell echo $$(( 2 * $$(nproc) )))
 
 # Where the newcomer's tests are: the others are not even collected, so their SDKs need not be imported.
 NEWCOMER := tests/unit tests/conformance/test_local.py tests/crash \

@@ -16,6 +16,7 @@ import sys
 import termios
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -501,6 +502,23 @@ def test_over_http_clients_without_sessions_end_by_their_silence(home: Path) -> 
         wait_until_empty(home, 3 + PROMISED_SECONDS)
 
 
+def test_over_http_a_refusal_waits_for_the_rest_of_what_it_refuses(home: Path) -> None:
+    """Not for ever: and one that came in the midst of it would be lost with the connection."""
+    body = b'{"jsonrpc": "2.0", "id": 1, "method": "tools/list"}'
+    with http_server(home) as (_, url, _token):
+        address = urllib.parse.urlsplit(url)
+        head = f"POST /mcp HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        for sent in (body, b""):
+            with socket.create_connection((address.hostname, address.port), timeout=0.2) as connection:
+                connection.sendall(head.encode())
+                with pytest.raises(TimeoutError):
+                    connection.recv(1)
+                connection.settimeout(30)
+                connection.sendall(sent)
+                answer = b"".join(iter(lambda: connection.recv(65536), b""))
+            assert answer.split()[1] == b"401"
+
+
 def test_over_http_nothing_is_told_without_the_token_or_to_another_host(home: Path) -> None:
     with http_server(home) as (_, url, token):
         for headers, status in (
@@ -522,12 +540,15 @@ async def asked(clients: Clients, method: str = "POST", **headers: str) -> int:
     """The status of one request."""
     statuses: list[int] = []
 
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b""}
+
     async def send(message: Any) -> None:
         statuses.extend([message["status"]] if "status" in message else [])
 
     said = {"authorization": "Bearer t", **headers}
     lines = [(name.replace("_", "-").encode(), value.encode()) for name, value in said.items()]
-    await clients({"type": "http", "path": "/mcp", "method": method, "headers": lines}, None, send)  # type: ignore[arg-type]
+    await clients({"type": "http", "path": "/mcp", "method": method, "headers": lines}, receive, send)
     return statuses[0]
 
 

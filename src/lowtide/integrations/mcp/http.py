@@ -38,6 +38,8 @@ SESSIONLESS = ""
 RECONNECT_SECONDS = 10.0
 """How long a client whose event stream broke off has to come back."""
 _LOOK_SECONDS = 0.5
+_REST_SECONDS, _REST_BYTES = 1.0, 1 << 20
+"""How much of what a refused client still sends is taken."""
 _SESSIONS = 256
 """At once: each may have --max-sandboxes."""
 
@@ -78,6 +80,7 @@ class Clients:
         # Of two with one name the first counts, as for the server itself.
         headers = dict(reversed(scope["headers"]))
         if not self._is_allowed(headers.get(b"authorization", b"")):
+            await _take_rest(receive)
             await _refuse(send)
             return
         name = headers.get(SESSION_HEADER, b"").decode("latin-1")
@@ -86,6 +89,7 @@ class Clients:
             return
         client = self._clients.get(name) if name else self._sessionless()
         if client is None:  # guessed, or ended: what it had is gone, and the client has to hear of that
+            await _take_rest(receive)
             await _not_found(send)
             return
         status = 0
@@ -217,6 +221,18 @@ def serve_http(
         uvicorn.Server(config).run(sockets=[listening])
 
 
+async def _take_rest(receive: Receive) -> None:
+    """Of a request that is refused: in the midst of what it sends, a client would find its connection reset and not why."""
+    taken = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_REST_SECONDS):
+            while taken < _REST_BYTES:
+                message = await receive()
+                if not message.get("more_body", False):
+                    return
+                taken += len(message.get("body", b""))
+
+
 async def _refuse(send: Send) -> None:
     body = b'{"error": "the Authorization header must be: Bearer TOKEN; lowtide mcp --print-config shows it"}'
     await _answer(send, 401, body, (b"www-authenticate", b"Bearer"))
@@ -232,6 +248,6 @@ async def _not_found(send: Send) -> None:
 
 
 async def _answer(send: Send, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
-    kind = (b"content-type", b"application/json")
-    await send({"type": "http.response.start", "status": status, "headers": [kind, *headers]})
+    about = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": [*about, *headers]})
     await send({"type": "http.response.body", "body": body})
