@@ -364,3 +364,34 @@ async def test_who_answers_in_the_servers_place_proves_no_end(tmp_path: Path, st
     finally:
         await provider.aclose()
         await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("beside", "page", "gone"),
+    [("secrets", "<h1>not found</h1>", False), ("networkpolicies", "404 page not found\n", True)],
+    ids=["a proxy's page", "a server without the API"],
+)
+async def test_what_stands_beside_a_pod_is_gone_by_the_servers_own_word_too(
+    tmp_path: Path, beside: str, page: str, gone: bool
+) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        if f"/{beside}/" in request.path:
+            return web.Response(text=page, status=404)
+        return web.json_response({"kind": "Status", "reason": "NotFound"}, status=404)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    cluster = {"server": f"http://127.0.0.1:{runner.addresses[0][1]}"}
+    provider = KubernetesProvider.connect({"KUBECONFIG": str(kubeconfig(tmp_path, cluster, {}))})
+    try:
+        if gone:
+            assert await provider.destroy("abc") is False
+        else:
+            with pytest.raises(SandboxUnavailableError):
+                await provider.destroy("abc")
+    finally:
+        await provider.aclose()
+        await runner.cleanup()

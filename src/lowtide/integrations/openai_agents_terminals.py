@@ -107,16 +107,14 @@ class Terminals:
         """Take over a command that was just started."""
         number = None
         try:
-            oldest = (
-                self._taken_out_for_one_more()
-            )  # and this one in, before anybody else looks at how many there are
+            # The oldest out and this one in, before anybody else looks at how many there are.
+            oldest = self._taken_out_for_one_more()
             terminal = Terminal(process, tty)
             number = allocate_pty_process_id(set(self.running))
             self.running[number] = terminal
             terminal.reading = _started(terminal.read())
-            if (
-                oldest is not None
-            ):  # nobody knows it any more, so its end does not end with our caller's patience
+            if oldest is not None:
+                # Nobody knows it any more, so its end does not end with our caller's patience.
                 await asyncio.shield(_started(_end(oldest)))
             wait = _START_MS if yield_seconds is None else int(yield_seconds * 1000)
             return await self._update(number, terminal, clamp_pty_yield_time_ms(wait), max_tokens)

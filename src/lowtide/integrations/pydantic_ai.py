@@ -140,9 +140,8 @@ class LowtideBackend:
         """A file, a link itself, or a directory with all it holds; not where the agent works."""
         working_dir = await self.working_dir()
         parent, name = posixpath.split(posixpath.normpath(posixpath.join(working_dir, path)))
-        found = await self.run(
-            ["sh", "-c", 'cd -P -- "$1" && pwd -P', "sh", parent]
-        )  # through links on the way
+        # Through links on the way.
+        found = await self.run(["sh", "-c", 'cd -P -- "$1" && pwd -P', "sh", parent])
         real = posixpath.join(found.stdout.removesuffix("\n"), name) if found.exit_code == 0 else path
         if f"{working_dir}/".startswith(f"/{real.strip('/')}/".replace("//", "/")):
             raise ValueError(f"{path} is, or holds, the working directory")
