@@ -15,6 +15,7 @@ import pytest
 from lowtide import Sandbox
 from lowtide.errors import SandboxUnavailableError
 from lowtide.machine import home
+from lowtide.providers.base import SandboxState
 from lowtide.providers.local import destroy
 from lowtide.providers.local.sandbox_directory import ProcessMark, SandboxDirectory
 
@@ -28,6 +29,13 @@ def no_descriptor_left() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        yield process
+        process.kill()
 
 
 def test_short_of_descriptors_an_end_fails_and_takes_nothing_away() -> None:
@@ -58,20 +66,44 @@ def test_short_of_descriptors_no_process_looks_dead() -> None:
                     look()
 
 
-def test_a_number_that_is_another_process_by_now_is_not_signalled() -> None:
-    with (
-        Sandbox.run("sleep", "1000", provider="local") as sandbox,
-        subprocess.Popen(["sleep", "1000"]) as other,
-    ):
+def test_a_sandbox_whose_outer_process_was_killed_has_not_ended_before_all_in_it(
+    sleeper: subprocess.Popen[bytes],
+) -> None:
+    """An alarm ends the outer one when its lifetime is over; on a busy machine the others still run a while."""
+    with Sandbox.run(provider="local") as sandbox:
+        directory = SandboxDirectory(home() / "local" / "sandboxes" / str(sandbox.sandbox_id))
+        outer, inner = directory.processes()
+        assert outer is not None
+        os.kill(outer.pid, signal.SIGKILL)
+        # In the inner one's stead one that takes as long to die as this test wants.
+        start = destroy.start_time(sleeper.pid)
+        (directory.path / "pid").write_text(f"{outer.pid} {outer.start_time}\n{sleeper.pid} {start}\n")
+        while outer.alive():
+            time.sleep(0.01)
+        info = directory.info()
+        assert info is not None
+        assert info.state is SandboxState.RUNNING
+        sleeper.kill()
+        sleeper.wait()
+        info = directory.info()
+        assert info is not None
+        assert info.state is SandboxState.FAILED
+        assert inner is not None
+        (directory.path / "pid").write_text(
+            f"{outer.pid} {outer.start_time}\n{inner.pid} {inner.start_time}\n"
+        )
+
+
+def test_a_number_that_is_another_process_by_now_is_not_signalled(sleeper: subprocess.Popen[bytes]) -> None:
+    with Sandbox.run("sleep", "1000", provider="local") as sandbox:
         _, inner = SandboxDirectory(home() / "local" / "sandboxes" / str(sandbox.sandbox_id)).processes()
         assert inner is not None
-        own = [pid for pid in destroy.members(inner.pid) if pid != inner.pid]
-        assert len(own) == 1
-        destroy.send(inner, [other.pid, *own], signal.SIGSTOP)
+        while len(own := [pid for pid in destroy.members(inner.pid) if pid != inner.pid]) != 1:
+            time.sleep(0.01)  # what starts its command is still there
+        destroy.send(inner, [sleeper.pid, *own], signal.SIGSTOP)
         while destroy.state(own[0]) != "T":
             time.sleep(0.01)
-        assert destroy.state(other.pid) == "S"
-        other.kill()
+        assert destroy.state(sleeper.pid) in ("S", "R")
 
 
 def test_this_machine_is_never_taken_for_a_sandbox() -> None:

@@ -105,9 +105,11 @@ class Entrance:
         if spec is None:
             raise gone(sandbox_id, f"there is no sandbox {sandbox_id} any more", reason="deleted")
         outer, inner = directory.processes()
-        if outer is None or inner is None or not directory.alive(spec):
+        if outer is None or inner is None or not outer.alive() or not directory.alive(spec):
             info = directory.info()
-            raise gone(sandbox_id, f"the sandbox has ended: {info.reason if info else 'deleted'}")
+            raise gone(
+                sandbox_id, f"the sandbox has ended: {info.reason or 'it was killed' if info else 'deleted'}"
+            )
         environment = {}
         # Of the outer bwrap, which nothing in the sandbox can reach or make larger.
         with contextlib.suppress(OSError):

@@ -39,6 +39,11 @@ class ProcessMark:
     def alive(self) -> bool:
         return start_time(self.pid) == self.start_time
 
+    def left(self) -> bool:
+        """Whether it lives or is still ending: as process 1 of a sandbox it ends after all the others."""
+        fields = _stat(self.pid, ending=True)
+        return fields is not None and int(fields[19]) == self.start_time
+
     def open(self) -> int | None:
         """A descriptor of exactly this process, or None when it is gone.
 
@@ -153,9 +158,12 @@ class SandboxDirectory:
             return None
 
     def alive(self, spec: dict[str, Any]) -> bool:
-        # The outer bwrap ends right after the inner one, when it has written down what that ended with.
-        outer, _ = self.processes()
-        return spec.get("boot_id") == boot_id() and outer is not None and outer.alive()
+        """Until both bwraps have ended.
+
+        The outer one ends right after the inner one, when it has written down what that ended with. Where it
+        is killed (a lifetime that is over), the inner one, and all in the sandbox with it, still dies.
+        """
+        return spec.get("boot_id") == boot_id() and any(mark and mark.left() for mark in self.processes())
 
     def info(self) -> SandboxInfo | None:
         spec = self.spec()
@@ -212,8 +220,8 @@ def start_time(pid: int) -> int | None:
     return None if fields is None else int(fields[19])
 
 
-def _stat(pid: int) -> list[bytes] | None:
-    """The fields of its stat file after the name, for a process that lives.
+def _stat(pid: int, *, ending: bool = False) -> list[bytes] | None:
+    """The fields of its stat file after the name, for a process that lives (or is ending).
 
     Only "no such process" is None: short of descriptors, say, every process would look dead, and its
     sandbox would lose its directory and run on.
@@ -231,7 +239,8 @@ def _stat(pid: int) -> list[bytes] | None:
     if not fields:
         return None
     # With its first thread gone a process is shown as a zombie while its other threads run on.
-    if (fields[0] in (b"Z", b"X") or int(fields[6]) & _EXITING) and int(fields[_THREADS]) <= 1:
+    over = fields[0] in (b"Z", b"X") or (not ending and int(fields[6]) & _EXITING)
+    if over and int(fields[_THREADS]) <= 1:
         return None
     return fields
 
