@@ -379,3 +379,22 @@ async def test_the_next_one_may_begin_before_this_one_has_tidied_up(
     await guardian.run()
     assert order == ["leaves", "tidies up"]
     guardian.ledger.close()
+
+
+async def test_a_failed_end_is_tried_again_when_it_is_due(
+    guardian: Guardian, provider: FaultyProvider, service: FaultyService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not at the next regular look, which may be five seconds later than the log says."""
+    lease = await made_by(guardian, provider, dead())
+
+    async def refuse(*_: object) -> None:
+        raise OSError("not now")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(guardian, "_end_with", refuse)
+        await settled(guardian)
+    assert service.sandboxes() == [lease.sandbox_id]
+    guardian.changed.clear()
+    await asyncio.wait_for(guardian.changed.wait(), 60)
+    await settled(guardian)
+    assert service.sandboxes() == []

@@ -378,7 +378,7 @@ async def test_killing_either_bwrap_ends_the_sandbox(provider: LocalProvider) ->
         assert other is not None
         os.kill(victim.pid, signal.SIGKILL)
         for _ in range(200):
-            if not other.alive():
+            if not other.left() and not victim.left():
                 break
             await asyncio.sleep(0.02)
         assert not other.alive()

@@ -254,7 +254,10 @@ class Guardian:
             outcome, why = Outcome.FAILED, str(error) or type(error).__name__
         again = ""
         if outcome is Outcome.FAILED:
-            again = f"; tried again in {self.retries.failed(lease.lease_id):.0f} s"
+            wait = self.retries.failed(lease.lease_id)
+            # A moment later, so that it is due by then; else the next look would be the regular one.
+            asyncio.get_running_loop().call_later(wait + 0.05, self.changed.set)
+            again = f"; tried again in {wait:.0f} s"
         else:
             self.retries.succeeded(lease.lease_id)
             self.stuck.discard(lease.lease_id)

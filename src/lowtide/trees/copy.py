@@ -25,7 +25,7 @@ def copy_tree(source: str, target: str, *, link: bool = False) -> None:
         into = os.open(target, DIRECTORY)
         try:
             _Copy(into, link).run(top)
-            _finish(top, into, os.fstat(top))
+            finish_directory(top, into, os.fstat(top))
         finally:
             os.close(into)
     finally:
@@ -42,7 +42,7 @@ class _Copy:
         try:
             for entry in walk(source):
                 if entry.left:
-                    _finish(entry.own, self._at.fd, os.fstat(entry.own))
+                    finish_directory(entry.own, self._at.fd, os.fstat(entry.own))
                     self._at.leave()
                     self._path.pop()
                 elif entry.own >= 0:
@@ -88,7 +88,7 @@ class _Copy:
                 self._linked[inode] = path
 
 
-def _finish(source: int, target: int, info: os.stat_result) -> None:
+def finish_directory(source: int, target: int, info: os.stat_result) -> None:
     """What a directory gets once it is full."""
     _attributes(source, target)
     _own(target, info)

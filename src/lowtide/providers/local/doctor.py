@@ -31,7 +31,6 @@ _BOUNDS = {
     "free_bytes": "bytes that all sandboxes leave on the disk",
     "free_inodes": "inodes that all sandboxes leave on the disk",
 }
-_MANY_LAYERS = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,11 +272,6 @@ def advice(why: str) -> str:
     if "setting up uid map" in text or "no permissions to creat" in text or "user namespace" in text:
         return f". This machine forbids user namespaces; {_namespace_fix()}"
     if "overlay" in text:
-        if (layers := text.count("/snapshots/")) > _MANY_LAYERS:
-            return (
-                f". {layers} snapshots stand on each other here, and a mount takes what fits into a page, about 50. In a "
-                "recipe, put steps together (RUN a && b); else copy the files into a new sandbox and go on from there"
-            )
         return (
             ". The kernel refused an overlay mount: it needs Linux 5.11 or later, and LOWTIDE_HOME on a filesystem "
             "that can be an upper layer (ext4, xfs, btrfs, tmpfs; not another overlay, as in a container)"

@@ -1,0 +1,119 @@
+"""Snapshots of sandboxes made from snapshots, more of them than one mount can hold: their layers are joined."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lowtide import Sandbox
+from lowtide.errors import SandboxUnavailableError
+from lowtide.machine import home
+from lowtide.providers.local import snapshots
+from lowtide.trees.join import join_trees
+from lowtide.trees.remove import remove_tree
+
+SECONDS = 60
+
+# Each is a layer. What the base has and what an earlier layer has made is deleted, replaced by another kind, and made again.
+STEPS = [
+    "mkdir -p /d/a/b /usr/local/x && echo 1 >/d/a/b/one && echo 2 >/d/two && ln -s two /d/link && ln /d/two /d/twin",
+    "rm -rf /d/a && echo file >/d/a && echo changed >>/d/two && chmod 700 /d && rm -rf /etc/profile.d /usr/local/x",
+    "rm /d/a && mkdir /d/a && echo new >/d/a/new && mkdir /etc/profile.d && echo mine >/etc/profile.d/mine",
+    "mkdir -p /d/deep/er && chmod 555 /d/deep && touch -d @1000 /d/deep/er && rm /d/link && mkfifo /d/link",
+    "rm -f /etc/hostname; mkdir -p /etc/hostname && echo in >/etc/hostname/in && mv /d/two /d/three && rm /d/twin",
+    "echo more >/d/deep/er/more && rm -rf /d/a && mkdir /d/a && touch -d @2000 /d/a && echo last >/d/twin",
+]
+WHERE = "/d /etc /usr/local"
+LOOK = (
+    f"find {WHERE} -type d -printf '%p %y %m %U %G %T@\n' | sort; find {WHERE} -not -type d -printf '%p %y %m %U %G %l %T@ %s\n' | sort;"
+    f"find {WHERE} -type f -exec sha256sum {{}} + | sort"
+)
+
+
+@pytest.fixture
+def nothing_kept() -> Iterator[None]:
+    yield
+    kept = home() / "local" / "snapshots"
+    for name in os.listdir(kept):
+        remove_tree(kept / name)
+
+
+def chain(steps: list[str]) -> str:
+    """The snapshot after all of them."""
+    snapshot_id = None
+    for step in steps:
+        with Sandbox.run(provider="local", snapshot=snapshot_id) as sandbox:
+            sandbox.exec(["sh", "-c", step], check=True).result(SECONDS)
+            snapshot_id = sandbox.snapshot().result(SECONDS)
+    assert snapshot_id is not None
+    return snapshot_id
+
+
+def look(snapshot_id: str) -> str:
+    with Sandbox.run(provider="local", snapshot=snapshot_id) as sandbox:
+        return sandbox.exec(["sh", "-c", LOOK], check=True).result(SECONDS).stdout
+
+
+@pytest.mark.usefixtures("nothing_kept")
+def test_joined_layers_show_what_they_showed(monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot_id = chain(STEPS)
+    joined = home() / "local" / "snapshots" / snapshot_id / "joined"
+    shown = look(snapshot_id)
+    assert "/d/a d 755" in shown
+    assert not joined.exists()
+    monkeypatch.setattr(snapshots, "_MOST_BYTES", 0)
+    assert look(snapshot_id).splitlines() == shown.splitlines()
+    assert joined.is_dir()
+    # Also under what is made from it, and joined with that again.
+    with Sandbox.run(provider="local", snapshot=snapshot_id) as sandbox:
+        sandbox.exec(
+            ["sh", "-c", "chmod 755 /d/deep && rm -rf /d/deep && echo 7 >/d/three"], check=True
+        ).result(SECONDS)
+        above = sandbox.snapshot().result(SECONDS)
+    left = [line for line in look(above).splitlines() if "/d/three" in line or "/d/deep" in line]
+    assert [line.split()[1] for line in left if line.startswith("/d/")] == ["f"]
+
+
+@pytest.mark.usefixtures("nothing_kept")
+def test_more_snapshots_on_each_other_than_a_mount_can_hold() -> None:
+    snapshot_id = chain([f"echo {n} >/root/{n}; rm -f /root/{n - 3}" for n in range(70)])
+    with Sandbox.run(provider="local", snapshot=snapshot_id) as sandbox:
+        files = sandbox.exec(["sh", "-c", "cd /root; ls; cat 67 68 69"], check=True).result(SECONDS)
+    assert files.stdout.split() == ["67", "68", "69"] * 2
+
+
+@pytest.mark.usefixtures("nothing_kept")
+def test_layers_that_cannot_be_joined_are_said_to_be_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot_id = chain(STEPS[:2])
+
+    def full(layers: list[str], target: str) -> None:
+        Path(target).mkdir()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(snapshots, "_MOST_BYTES", 0)
+    monkeypatch.setattr(snapshots, "join_trees", full)
+    with pytest.raises(SandboxUnavailableError, match="No space left on device"):
+        Sandbox.run(provider="local", snapshot=snapshot_id)
+    monkeypatch.undo()
+    assert not [name for name in os.listdir(home() / "local" / "snapshots") if name.startswith(".")]
+    look(snapshot_id)
+
+
+def test_what_a_joined_directory_hid_stays_hidden(tmp_path: Path) -> None:
+    """A file over a directory of the base, then a directory again: without its mark the base's files would be back."""
+    below, above, joined = tmp_path / "below", tmp_path / "above", tmp_path / "joined"
+    below.mkdir()
+    above.mkdir()
+    (below / "name").write_text("file")
+    (above / "name").mkdir(mode=0o500)
+    join_trees([str(below), str(above)], str(joined))
+    assert os.getxattr(joined / "name", "user.overlay.opaque") == b"y"
+    assert stat.S_IMODE(os.stat(joined / "name").st_mode) == 0o500
+    (tmp_path / "top" / "name").mkdir(parents=True)
+    again = tmp_path / "again"
+    join_trees([str(joined), str(tmp_path / "top")], str(again))
+    assert os.getxattr(again / "name", "user.overlay.opaque") == b"y"
