@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,3 +118,18 @@ def test_what_a_joined_directory_hid_stays_hidden(tmp_path: Path) -> None:
     again = tmp_path / "again"
     join_trees([str(joined), str(tmp_path / "top")], str(again))
     assert os.getxattr(again / "name", "user.overlay.opaque") == b"y"
+
+
+def test_what_a_killed_process_began_is_removed_and_what_a_living_one_makes_is_not(tmp_path: Path) -> None:
+    kept = tmp_path / "snapshots"
+    store = snapshots.SnapshotStore(kept, None)
+    with store._draft("draft") as alive:
+        names = [".draft-1", ".joined-2", ".gone-3"]
+        for name in names:
+            (kept / name / "root").mkdir(parents=True)
+        until = time.time() + 60
+        while any((kept / name).exists() for name in names) and time.time() < until:
+            store.sweep()
+            time.sleep(0.1)
+        assert os.listdir(kept) == [alive.name]
+    assert os.listdir(kept) == []

@@ -337,8 +337,9 @@ class LocalProvider(LocalCalls):
         await asyncio.to_thread(self._tidy)
 
     def _tidy(self) -> None:
-        """What killed processes have left of rooms and of sandboxes they were destroying."""
+        """What killed processes have left of rooms, of snapshots and of sandboxes they were destroying."""
         rooms_on_disk.sweep(self.home)
+        self.snapshots.sweep()
         destroy.sweep_trash(self.home / "trash")
         destroy.wait_removed()
         if not any(sandbox_directories(self.home / "sandboxes")):

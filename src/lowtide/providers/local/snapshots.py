@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from lowtide.trees.copy import copy_tree
 from lowtide.trees.join import join_trees
 from lowtide.trees.passable import make_passable
 from lowtide.trees.remove import remove_tree
+from lowtide.trees.walk import DIRECTORY
 
 _JOINED = "joined"
+_UNFINISHED = (".draft-", f".{_JOINED}-", ".gone-")
+_MAKING_SECONDS = 1.0
 _MOST_BYTES = 2600
 """Of the paths of all layers of one mount. Its options have a page of 4,096 bytes, in which other paths are, too."""
 
@@ -50,33 +54,63 @@ class SnapshotStore:
         """
         word = re.sub(r"[^A-Za-z0-9._-]", "-", name).strip(".-_")[:80] or "snapshot"
         snapshot_id = f"{word}-{os.urandom(4).hex()}"
+        record = dict(spec["foundation"])
+        manifest = {
+            "name": name,
+            "created_at": time.time(),
+            "base": record.get("base", "host"),
+            "snapshots": [*record.get("snapshots", []), snapshot_id],
+            "working_dir": spec["working_dir"],
+        }
         make_passable(self.directory)
-        draft = self.directory / f".{snapshot_id}"
-        make_passable(draft)
-        try:
-            for tree in ("root", "usr"):
-                source = f"{top}/{tree}"
-                if not os.path.isdir(source):
-                    continue
-                if move:
-                    os.rename(source, draft / tree)
-                else:
-                    copy_tree(source, str(draft / tree))
-            record = dict(spec["foundation"])
-            manifest = {
-                "name": name,
-                "created_at": time.time(),
-                "base": record.get("base", "host"),
-                "snapshots": [*record.get("snapshots", []), snapshot_id],
-                "working_dir": spec["working_dir"],
-            }
-            (draft / "manifest.json").write_text(json.dumps(manifest))
-            draft.rename(self.directory / snapshot_id)
-        except BaseException:
-            if not move:  # moved layers are all there is of them
-                remove_tree(draft)
-            raise
+        if move:  # such a draft is never swept: moved layers are all there is of them
+            draft = self.directory / f".{snapshot_id}"
+            make_passable(draft)
+            self._fill(draft, top, manifest, os.rename)
+        else:
+            with self._draft("draft") as draft:
+                self._fill(draft, top, manifest, copy_tree)
         return snapshot_id
+
+    def _fill(
+        self, draft: Path, top: str, manifest: dict[str, Any], bring: Callable[[str, str], None]
+    ) -> None:
+        for tree in ("root", "usr"):
+            if os.path.isdir(f"{top}/{tree}"):
+                bring(f"{top}/{tree}", str(draft / tree))
+        (draft / "manifest.json").write_text(json.dumps(manifest))
+        draft.rename(self.directory / manifest["snapshots"][-1])
+
+    @contextlib.contextmanager
+    def _draft(self, word: str) -> Iterator[Path]:
+        """A directory to be renamed when it is whole; else it is removed. Locked, so that `sweep` can tell its maker lives."""
+        path = self.directory / f".{word}-{os.urandom(8).hex()}"
+        make_passable(path)
+        fd = os.open(path, DIRECTORY)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield path
+        finally:
+            remove_tree(path)
+            os.close(fd)
+
+    def sweep(self) -> None:
+        """Remove what killed processes have begun to make or to delete."""
+        with contextlib.suppress(FileNotFoundError):
+            for name in os.listdir(self.directory):
+                if name.startswith(_UNFINISHED):
+                    with contextlib.suppress(OSError):
+                        self._sweep(self.directory / name)
+
+    def _sweep(self, path: Path) -> None:
+        fd = os.open(path, DIRECTORY)
+        try:
+            # A new one's maker may be about to lock it.
+            if time.time() - os.fstat(fd).st_ctime > _MAKING_SECONDS:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove_tree(path)
+        finally:
+            os.close(fd)
 
     def base_layers(self, snapshot_id: str, base: Callable[[str | None], BaseLayers]) -> BaseLayers:
         manifest = self._manifest(snapshot_id)
@@ -121,14 +155,13 @@ class SnapshotStore:
     def _join(self, chain: Sequence[str]) -> None:
         """For good: layers are never written. Of two who do it at the same time the first has done it."""
         top = self.directory / chain[-1]
-        draft = self.directory / f".{_JOINED}-{os.urandom(8).hex()}"
-        make_passable(draft)
         try:
-            for tree in ("root", "usr"):
-                layers = [path for path in self._trees(chain, tree) if os.path.isdir(path)]
-                if layers:
-                    join_trees(layers, str(draft / tree))
-            os.rename(draft, top / _JOINED)
+            with self._draft(_JOINED) as draft:
+                for tree in ("root", "usr"):
+                    layers = [path for path in self._trees(chain, tree) if os.path.isdir(path)]
+                    if layers:
+                        join_trees(layers, str(draft / tree))
+                os.rename(draft, top / _JOINED)
         except OSError as error:
             if not (top / _JOINED).is_dir():
                 raise SandboxUnavailableError(
@@ -136,8 +169,6 @@ class SnapshotStore:
                     f"cannot be joined: {error}",
                     provider="local",
                 ) from error
-        finally:
-            remove_tree(draft)
 
     def delete(self, snapshot_id: str, sandboxes: Path) -> bool:
         """True: deleted. False: there was none. ValidationError while something stands on it."""
@@ -152,10 +183,15 @@ class SnapshotStore:
             )
         gone = self.directory / f".gone-{snapshot_id}-{os.urandom(4).hex()}"
         try:
-            os.rename(self.directory / snapshot_id, gone)
+            fd = os.open(self.directory / snapshot_id, DIRECTORY)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                os.rename(self.directory / snapshot_id, gone)
+                remove_tree(gone)
+            finally:
+                os.close(fd)
         except FileNotFoundError:
             return False
-        remove_tree(gone)
         return True
 
     def _users(self, snapshot_id: str, sandboxes: Path) -> list[str]:
