@@ -21,6 +21,7 @@ GRACE_SECONDS = 2.0
 _DRAIN_SECONDS = 10.0
 """How long after that its output may take to close before it is read no further."""
 _STDIN_CHUNK = 64 << 10
+_SHOWN_CHARACTERS = 400
 _STDERR = 2
 
 Place = Callable[[], Awaitable[tuple["Provider", str]]]
@@ -86,9 +87,12 @@ class ProcessResult:
         return hash(self._facts())
 
     def __repr__(self) -> str:
+        command = repr(self.command)
+        if len(command) > _SHOWN_CHARACTERS:
+            command = f"{command[:_SHOWN_CHARACTERS]}… ({len(command)} characters)"
         return (
             f"ProcessResult(returncode={self.returncode}, stdout={len(self.stdout_bytes)} bytes, "
-            f"stderr={len(self.stderr_bytes)} bytes, command={self.command!r})"
+            f"stderr={len(self.stderr_bytes)} bytes, command={command})"
         )
 
     def _facts(self) -> tuple[Any, ...]:

@@ -40,6 +40,12 @@ def sh(box: Sandbox, script: str, **keywords: object) -> ProcessResult:
     return box.exec(["sh", "-c", script], **keywords).result(120)  # type: ignore[arg-type]
 
 
+def test_a_long_command_is_not_shown_whole(box: Sandbox) -> None:
+    result = sh(box, "true " + "x" * 100_000)
+    assert len(repr(result)) < 600
+    assert repr(result).endswith(" characters))")
+
+
 def test_stdout_stderr_and_exit_code_come_apart(box: Sandbox) -> None:
     result = sh(box, "echo out; echo err >&2; exit 3")
     assert (result.stdout, result.stderr, result.returncode) == ("out\n", "err\n", 3)

@@ -161,9 +161,11 @@ class LowtideSandboxEnvironment(SandboxEnvironment):
         except errors.UnsupportedError as error:
             raise SandboxUserUnsupportedError(str(error)) from error
         except errors.ValidationError as error:
-            if error.argument != "user":
+            # What a model may have written is told to the model; anything else ends the sample.
+            if error.argument not in ("user", "command"):
                 raise
-            return ExecResult(False, 1, "", f"{user}: {error}\n")
+            said = f"{user}: {error}" if error.argument == "user" else str(error)
+            return ExecResult(False, 1, "", f"{said}\n")
         except _NOT_THERE as error:
             raise SandboxUnavailableError(str(error)) from error
         if done.returncode == 126 and "permission denied" in f"{done.stdout}{done.stderr}".lower():

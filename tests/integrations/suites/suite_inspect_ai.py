@@ -75,11 +75,11 @@ def scripted(command: str) -> Model:
     return get_model("mockllm/model", custom_outputs=steps, memoize=False)
 
 
-async def run_eval(tmp_path: Path, **options: object) -> None:
+async def run_eval(tmp_path: Path, command: str = "echo $((6 * 7)) > /tmp/answer", **options: object) -> None:
     def run() -> None:
         (log,) = eval(
             task(),
-            model=scripted("echo $((6 * 7)) > /tmp/answer"),
+            model=scripted(command),
             log_dir=str(tmp_path),
             display="none",
             **options,  # type: ignore[arg-type]
@@ -93,6 +93,11 @@ async def run_eval(tmp_path: Path, **options: object) -> None:
 
 async def test_an_eval_scores_and_leaves_nothing(tmp_path: Path) -> None:
     await run_eval(tmp_path)
+    assert shown() == []
+
+
+async def test_a_command_that_cannot_be_run_is_told_to_the_model_and_ends_nothing(tmp_path: Path) -> None:
+    await run_eval(tmp_path, "echo a\0b")
     assert shown() == []
 
 
