@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import stat
 import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lowtide.errors import SandboxNotFoundError
 from lowtide.providers.local import LocalProvider, snapshots
+from lowtide.providers.local.base_layers import BaseLayers
 from lowtide.trees.copy import copy_tree
 from lowtide.trees.join import join_trees
 from lowtide.trees.remove import remove_tree
@@ -47,7 +52,9 @@ os.symlink("pipe", "/w/link")
 """
 CLOSED = """
 import asyncio, sys
+from lowtide.errors import SandboxNotFoundError
 from lowtide.providers.local import LocalProvider, snapshots
+from lowtide.providers.local.base_layers import BaseLayers
 from tests.unit.local_sandbox import shell, spec
 async def main():
     provider, taken = LocalProvider.connect({"LOWTIDE_HOME": sys.argv[1]}), None
@@ -65,7 +72,7 @@ asyncio.run(main())
 
 
 @pytest.fixture
-async def provider(tmp_path: Path) -> LocalProvider:
+async def provider(tmp_path: Path) -> AsyncIterator[LocalProvider]:
     provider = LocalProvider.connect({**os.environ, "LOWTIDE_HOME": str(tmp_path / "home")})
     yield provider
     async for info in provider.list({}):
@@ -226,3 +233,81 @@ def test_a_snapshot_that_is_moved_is_never_swept_whatever_its_name_is(
     monkeypatch.setattr(snapshots, "_MAKING_SECONDS", -1.0)
     store.sweep()
     assert [path.read_text() for path in store.directory.rglob("file")] == ["all there is"]
+
+
+async def test_the_layers_of_an_image_count_too(provider: LocalProvider, tmp_path: Path) -> None:
+    """They are in the same mount as those of the snapshots."""
+    layers = [tmp_path / "home" / "local" / "images" / ("x" * 64) / f"{number:02}" for number in range(25)]
+    for layer in layers:
+        layer.mkdir(parents=True)
+    prerequisites = provider._prerequisites
+    host = prerequisites._base
+
+    def base(image: str | None) -> BaseLayers:
+        below = host(image)
+        return replace(below, root=(*below.root, *map(str, layers)))
+
+    prerequisites._base = base  # type: ignore[method-assign]
+    taken = None
+    for _ in range(40):
+        made = (await provider.create(spec(snapshot=taken))).sandbox_id
+        taken = await provider.snapshot_and_destroy(made, "x")
+
+
+FEW = """
+import os, resource, sys
+from dataclasses import replace
+from pathlib import Path
+from lowtide.trees.join import join_trees
+from lowtide.trees.remove import remove_tree
+top = Path(sys.argv[1])
+for layer in "ab":
+    (top / layer).mkdir()
+(top / "b" / "deep").touch()
+here, name = os.open(top / "a", os.O_RDONLY), "deep"
+for _ in range(300):
+    os.mkdir(name, dir_fd=here)
+    below = os.open(name, os.O_RDONLY, dir_fd=here)
+    os.close(here)
+    here, name = below, "d"
+os.close(here)
+before = os.listdir("/proc/self/fd")
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+join_trees([str(top / "a"), str(top / "b")], str(top / "joined"))
+assert (top / "joined" / "deep").is_file()
+resource.setrlimit(resource.RLIMIT_NOFILE, (10, 64))
+try:
+    remove_tree(top / "a")
+except OSError:
+    pass
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+assert os.listdir("/proc/self/fd") == before, os.listdir("/proc/self/fd")
+remove_tree(top / "a")
+"""
+
+
+def test_deep_layers_with_few_descriptors_and_none_is_left_open(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FEW, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_snapshot_that_is_deleted_while_it_is_joined_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = snapshots.SnapshotStore(tmp_path / "snapshots", None)
+    for chain in (["a"], ["a", "b"]):
+        (store.directory / chain[-1] / "root").mkdir(parents=True)
+        manifest = {"base": "host", "snapshots": chain, "working_dir": "/"}
+        (store.directory / chain[-1] / "manifest.json").write_text(json.dumps(manifest))
+
+    def join(layers: list[str], target: str) -> None:
+        assert store.delete("b", tmp_path / "sandboxes")
+        join_trees(layers, target)
+
+    monkeypatch.setattr(snapshots, "_MOST_BYTES", 0)
+    monkeypatch.setattr(snapshots, "join_trees", join)
+    with pytest.raises(SandboxNotFoundError, match="deleted meanwhile"):
+        store.base_layers("b", lambda _: BaseLayers(root=("/",), record={"base": "host"}))
+    assert os.listdir(store.directory) == ["a"]

@@ -142,10 +142,8 @@ class SnapshotStore:
             raise SandboxNotFoundError(
                 f"snapshot {snapshot_id} stands on {', '.join(missing)}, which is gone", provider="local"
             )
-        if (
-            len(chain) > 1
-            and sum(len(os.fsencode(path)) for path in self._trees(chain, "root")) > _MOST_BYTES
-        ):
+        paths = (*below.root, *self._trees(chain, "root"))  # an image's layers are in the same mount
+        if len(chain) > 1 and sum(len(os.fsencode(path)) for path in paths) > _MOST_BYTES:
             self._join(chain)
             chain = self._from_joined(chain)
         roots, usrs = self._trees(chain, "root"), self._trees(chain, "usr")
@@ -181,6 +179,10 @@ class SnapshotStore:
                         join_trees(layers, str(draft / tree))
                 os.rename(draft, top / _JOINED)
         except OSError as error:
+            if self._manifest(chain[-1]) is None:
+                raise SandboxNotFoundError(
+                    f"snapshot {chain[-1]} was deleted meanwhile", provider="local"
+                ) from error
             if not (top / _JOINED).is_dir():
                 raise SandboxUnavailableError(
                     f"the {len(chain)} layers of snapshot {chain[-1]} are more than a mount can hold, and they "
