@@ -237,7 +237,7 @@ def test_a_snapshot_that_is_moved_is_never_swept_whatever_its_name_is(
 
 async def test_the_layers_of_an_image_count_too(provider: LocalProvider, tmp_path: Path) -> None:
     """They are in the same mount as those of the snapshots."""
-    layers = [tmp_path / "home" / "local" / "images" / ("x" * 64) / f"{number:02}" for number in range(25)]
+    layers = [tmp_path / "home" / "local" / "images" / ("x" * 64) / f"{number:02}" for number in range(36)]
     for layer in layers:
         layer.mkdir(parents=True)
     prerequisites = provider._prerequisites
@@ -256,7 +256,6 @@ async def test_the_layers_of_an_image_count_too(provider: LocalProvider, tmp_pat
 
 FEW = """
 import os, resource, sys
-from dataclasses import replace
 from pathlib import Path
 from lowtide.trees.join import join_trees
 from lowtide.trees.remove import remove_tree

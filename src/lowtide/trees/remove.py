@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 _MOST_OPEN = 16  # descriptors are few
 
+
 def remove_tree(top: Path) -> None:
     """Remove a tree that hostile code has written: links are never followed, closed directories are opened."""
     try:
