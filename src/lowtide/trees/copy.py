@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 
@@ -11,6 +12,8 @@ from lowtide.trees.walk import DIRECTORY, Entry, Position, walk
 
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _LONGEST_PATH = 4096
+ATTRIBUTES = ("user.", "system.posix_acl_")
+"""How the names of those extended attributes begin that are copied."""
 _WHITEOUT = 0  # device 0/0: how an overlay says "deleted"
 
 
@@ -34,9 +37,7 @@ def copy_tree(source: str, target: str, *, link: bool = False) -> None:
 
 class _Copy:
     def __init__(self, target: int, link: bool) -> None:
-        self._top, self._at, self._link = target, Position(target), link
-        self._path: list[str] = []
-        self._linked: dict[tuple[int, int], str] = {}
+        self._at, self._link, self._entries = Position(target), link, Entries(target)
 
     def run(self, source: int) -> None:
         try:
@@ -44,46 +45,66 @@ class _Copy:
                 if entry.left:
                     finish_directory(entry.own, self._at.fd, os.fstat(entry.own))
                     self._at.leave()
-                    self._path.pop()
+                    self._entries.path.pop()
                 elif entry.own >= 0:
                     os.mkdir(entry.name, 0o700, dir_fd=self._at.fd)
                     self._at.enter(entry.name)
-                    self._path.append(entry.name)
+                    self._entries.path.append(entry.name)
                 elif self._link:
-                    if not stat.S_ISSOCK(entry.info.st_mode):
-                        there, here = entry.parent, self._at.fd
-                        os.link(
-                            entry.name, entry.name, src_dir_fd=there, dst_dir_fd=here, follow_symlinks=False
-                        )
+                    self._entries.link(entry, self._at.fd)
                 else:
                     with contextlib.suppress(FileNotFoundError):  # gone meanwhile
-                        self._copy_entry(entry)
+                        self._entries.copy(entry, self._at.fd)
         finally:
             self._at.close()
 
-    def _copy_entry(self, entry: Entry) -> None:
-        info, name, target = entry.info, entry.name, self._at.fd
+
+class Entries:
+    """What is no directory, put into a tree with the open directory `top`. `path`: where in it one is."""
+
+    def __init__(self, top: int) -> None:
+        self._top = top
+        self.path: list[str] = []
+        self._linked: dict[tuple[int, int], str] = {}
+
+    def link(self, entry: Entry, target: int) -> None:
+        names = {"src_dir_fd": entry.parent, "dst_dir_fd": target}
+        try:
+            os.link(entry.name, entry.name, **names, follow_symlinks=False)
+        except OSError as error:
+            if error.errno != errno.EMLINK:
+                raise
+            self.copy(entry, target)  # it has as many names as it can: an overlay's whiteouts are one file
+
+    def copy(self, entry: Entry, target: int) -> None:
+        info, name = entry.info, entry.name
         inode = (info.st_dev, info.st_ino)
         first = self._linked.get(inode) if info.st_nlink > 1 else None
         if first is not None:
-            os.link(first, name, src_dir_fd=self._top, dst_dir_fd=target, follow_symlinks=False)
-            return
+            try:
+                os.link(first, name, src_dir_fd=self._top, dst_dir_fd=target, follow_symlinks=False)
+                return
+            except OSError as error:
+                if error.errno != errno.EMLINK:
+                    raise
         kind = stat.S_IFMT(info.st_mode)
         if kind == stat.S_IFREG:
             _copy_file(name, entry.parent, target)
         elif kind == stat.S_IFLNK:
             os.symlink(os.readlink(name, dir_fd=entry.parent), name, dir_fd=target)
-            if os.geteuid() == 0:
-                os.chown(name, info.st_uid, info.st_gid, dir_fd=target, follow_symlinks=False)
         elif kind == stat.S_IFCHR and info.st_rdev == _WHITEOUT:
             os.mknod(name, stat.S_IFCHR, _WHITEOUT, dir_fd=target)
         elif kind == stat.S_IFIFO:
-            os.mkfifo(name, stat.S_IMODE(info.st_mode), dir_fd=target)
+            os.mkfifo(name, 0o600, dir_fd=target)
+        elif kind == stat.S_IFSOCK:  # nobody listens, but it hides what has this name in a layer below
+            os.mknod(name, stat.S_IFSOCK | 0o600, dir_fd=target)
         else:
-            return  # a socket or a device: means nothing without the process behind it
+            return  # a device: no sandbox can make one
+        if kind in (stat.S_IFLNK, stat.S_IFIFO, stat.S_IFSOCK):
+            _finish_special(name, target, info)
         # What lies deeper than a path can say is copied again for each of its names.
-        if info.st_nlink > 1 and len(self._path) < _LONGEST_PATH // 2:
-            path = "/".join((*self._path, name))
+        if info.st_nlink > 1 and len(self.path) < _LONGEST_PATH // 2:
+            path = "/".join((*self.path, name))
             if len(os.fsencode(path)) < _LONGEST_PATH:
                 self._linked[inode] = path
 
@@ -115,9 +136,18 @@ def _copy_file(name: str, source: int, target: int) -> None:
         os.close(fd)
 
 
+def _finish_special(name: str, target: int, info: os.stat_result) -> None:
+    """What cannot be opened: a link, a pipe with a name, a socket."""
+    if os.geteuid() == 0:
+        os.chown(name, info.st_uid, info.st_gid, dir_fd=target, follow_symlinks=False)
+    if not stat.S_ISLNK(info.st_mode):
+        os.chmod(name, stat.S_IMODE(info.st_mode), dir_fd=target)
+    os.utime(name, ns=(info.st_atime_ns, info.st_mtime_ns), dir_fd=target, follow_symlinks=False)
+
+
 def _attributes(source: int, target: int) -> None:
     for name in os.listxattr(source):
-        if name.startswith("user."):
+        if name.startswith(ATTRIBUTES):
             with contextlib.suppress(OSError):
                 os.setxattr(target, name, os.getxattr(source, name))
 

@@ -10,11 +10,13 @@ import os
 import stat
 from collections.abc import Sequence
 
-from lowtide.trees.copy import copy_tree, finish_directory
+from lowtide.trees.copy import ATTRIBUTES, Entries, copy_tree, finish_directory
 from lowtide.trees.remove import remove_at
 from lowtide.trees.walk import DIRECTORY, Position, walk
 
 _OPAQUE = "user.overlay.opaque"
+_ORIGIN = "user.overlay.origin"
+"""Only where a directory has it does an overlay look for whiteouts in the only layer that has the directory."""
 
 
 def join_trees(layers: Sequence[str], target: str) -> None:
@@ -33,38 +35,42 @@ def join_trees(layers: Sequence[str], target: str) -> None:
 
 
 def _lay_over(layer: int, target: int) -> None:
-    at = Position(target)
+    at, entries = Position(target), Entries(target)
     try:
+        _open(target)
         for entry in walk(layer):
             if entry.left:
-                _finish(entry.own, at.fd)
+                finish_directory(entry.own, at.fd, os.fstat(entry.own))
                 at.leave()
+                entries.path.pop()
             elif entry.own >= 0:
                 hides = _opaque(entry.own)
                 if hides or not _is_directory(entry.name, at.fd):
                     hides = _remove(entry.name, at.fd) or hides
                     os.mkdir(entry.name, 0o700, dir_fd=at.fd)
                 at.enter(entry.name)
-                os.fchmod(at.fd, 0o700)  # until it is full, also where its owner may not write
+                entries.path.append(entry.name)
+                _open(at.fd)
                 if hides:
                     os.setxattr(at.fd, _OPAQUE, b"y")
             else:
                 _remove(entry.name, at.fd)
-                if not stat.S_ISSOCK(entry.info.st_mode):
-                    names = {"src_dir_fd": entry.parent, "dst_dir_fd": at.fd}
-                    os.link(entry.name, entry.name, **names, follow_symlinks=False)
-        _finish(layer, target)
+                entries.link(entry, at.fd)
+        finish_directory(layer, target, os.fstat(layer))
     finally:
         at.close()
 
 
-def _finish(source: int, target: int) -> None:
-    """A directory's own marks are those of the uppermost layer that has it; but what hid the layers below still does."""
-    own = os.listxattr(source)
+def _open(target: int) -> None:
+    """Make a directory writable until it is full, also where its owner may not write.
+
+    Its own marks are those of the uppermost layer that has it; but what hid the layers below still does, and there
+    may still be whiteouts in it.
+    """
+    os.fchmod(target, 0o700)
     for name in os.listxattr(target):
-        if name.startswith("user.") and name not in own and name != _OPAQUE:
+        if name.startswith(ATTRIBUTES) and name not in (_OPAQUE, _ORIGIN):
             os.removexattr(target, name)
-    finish_directory(source, target, os.fstat(source))
 
 
 def _opaque(directory: int) -> bool:

@@ -10,6 +10,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from pathlib import Path
 
+_MOST_OPEN = 16  # descriptors are few
+
 
 def remove_tree(top: Path) -> None:
     """Remove a tree that hostile code has written: links are never followed, closed directories are opened."""
@@ -39,6 +41,14 @@ def remove_at(parent: int, name: str) -> None:
     except OSError:
         pass
     stack: list[tuple[int, str, list[str]]] = []
+    try:
+        _empty(parent, name, stack)
+    finally:
+        for fd, _, _ in stack:  # only where it failed
+            os.close(fd)
+
+
+def _empty(parent: int, name: str, stack: list[tuple[int, str, list[str]]]) -> None:
     fd, folders = _clear(parent, name)
     stack.append((fd, name, folders))
     while stack:
@@ -52,7 +62,7 @@ def remove_at(parent: int, name: str) -> None:
             except OSError:
                 below, more = _clear(fd, child)
                 stack.append((below, child, more))
-                if len(stack) > 200:  # descriptors are few: bring what is deeper up here and go on flat
+                if len(stack) > _MOST_OPEN:  # bring what is deeper up here and go on flat
                     _flatten(stack)
             continue
         stack.pop()
@@ -80,6 +90,14 @@ def _clear(parent: int, name: str) -> tuple[int, list[str]]:
     except PermissionError:
         os.chmod(name, 0o700, dir_fd=parent)
         fd = os.open(name, flags, dir_fd=parent)
+    try:
+        return fd, _clear_open(fd)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _clear_open(fd: int) -> list[str]:
     # Also as root, who in a sandbox may not write where nobody may.
     if os.fstat(fd).st_mode & stat.S_IRWXU != stat.S_IRWXU:
         with contextlib.suppress(PermissionError):
@@ -93,4 +111,4 @@ def _clear(parent: int, name: str) -> tuple[int, list[str]]:
         else:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(child, dir_fd=fd)
-    return fd, folders
+    return folders

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -64,9 +65,9 @@ class SnapshotStore:
         }
         make_passable(self.directory)
         if move:  # such a draft is never swept: moved layers are all there is of them
-            draft = self.directory / f".{snapshot_id}"
+            draft = self.directory / f".moved-{snapshot_id}"
             make_passable(draft)
-            self._fill(draft, top, manifest, os.rename)
+            self._fill(draft, top, manifest, _move)
         else:
             with self._draft("draft") as draft:
                 self._fill(draft, top, manifest, copy_tree)
@@ -84,14 +85,31 @@ class SnapshotStore:
     @contextlib.contextmanager
     def _draft(self, word: str) -> Iterator[Path]:
         """A directory to be renamed when it is whole; else it is removed. Locked, so that `sweep` can tell its maker lives."""
-        path = self.directory / f".{word}-{os.urandom(8).hex()}"
-        make_passable(path)
-        fd = os.open(path, DIRECTORY)
+        path, fd = self._locked_draft(word)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
             yield path
         finally:
-            remove_tree(path)
+            try:
+                remove_tree(path)
+            finally:
+                fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has this descriptor, too
+                os.close(fd)
+
+    def _locked_draft(self, word: str) -> tuple[Path, int]:
+        while True:
+            path = self.directory / f".{word}-{os.urandom(8).hex()}"
+            make_passable(path)
+            try:
+                fd = os.open(path, DIRECTORY)
+            except FileNotFoundError:
+                continue  # swept before it was locked, as is the one below
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                if path.is_dir():
+                    return path, fd
+            except BaseException:
+                os.close(fd)
+                raise
             os.close(fd)
 
     def sweep(self) -> None:
@@ -124,10 +142,8 @@ class SnapshotStore:
             raise SandboxNotFoundError(
                 f"snapshot {snapshot_id} stands on {', '.join(missing)}, which is gone", provider="local"
             )
-        if (
-            len(chain) > 1
-            and sum(len(os.fsencode(path)) for path in self._trees(chain, "root")) > _MOST_BYTES
-        ):
+        paths = (*below.root, *self._trees(chain, "root"))  # an image's layers are in the same mount
+        if len(chain) > 1 and sum(len(os.fsencode(path)) for path in paths) > _MOST_BYTES:
             self._join(chain)
             chain = self._from_joined(chain)
         roots, usrs = self._trees(chain, "root"), self._trees(chain, "usr")
@@ -163,6 +179,10 @@ class SnapshotStore:
                         join_trees(layers, str(draft / tree))
                 os.rename(draft, top / _JOINED)
         except OSError as error:
+            if self._manifest(chain[-1]) is None:
+                raise SandboxNotFoundError(
+                    f"snapshot {chain[-1]} was deleted meanwhile", provider="local"
+                ) from error
             if not (top / _JOINED).is_dir():
                 raise SandboxUnavailableError(
                     f"the {len(chain)} layers of snapshot {chain[-1]} are more than a mount can hold, and they "
@@ -189,6 +209,7 @@ class SnapshotStore:
                 os.rename(self.directory / snapshot_id, gone)
                 remove_tree(gone)
             finally:
+                fcntl.flock(fd, fcntl.LOCK_UN)
                 os.close(fd)
         except FileNotFoundError:
             return False
@@ -219,3 +240,18 @@ class SnapshotStore:
         except (OSError, ValueError):
             return None
         return loaded if isinstance(loaded, dict) else None
+
+
+def _move(source: str, target: str) -> None:
+    """Of a directory that nobody writes any more, also where its owner may not write."""
+    mode = stat.S_IMODE(os.stat(source).st_mode)
+    if mode & stat.S_IWUSR:
+        os.rename(source, target)
+        return
+    os.chmod(source, mode | stat.S_IWUSR)
+    try:
+        os.rename(source, target)
+    except OSError:
+        os.chmod(source, mode)
+        raise
+    os.chmod(target, mode)
