@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.ordinary_user import OrdinaryUser, why_not
+from tests.unit.local_sandbox import shell, spec
 
 from lowtide.errors import SandboxNotFoundError
 from lowtide.providers.local import LocalProvider, snapshots
@@ -21,8 +23,6 @@ from lowtide.providers.local.base_layers import BaseLayers
 from lowtide.trees.copy import copy_tree
 from lowtide.trees.join import join_trees
 from lowtide.trees.remove import remove_tree
-from tests.ordinary_user import OrdinaryUser, why_not
-from tests.unit.local_sandbox import shell, spec
 
 # What is there of a directory, with what only the system knows.
 LOOK = """
