@@ -9,8 +9,8 @@ import socket
 import ssl
 import subprocess
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +190,51 @@ async def test_an_engine_is_spoken_to_in_a_version_that_it_takes(oldest: str | N
             return web.json_response({"message": "client version 1.41 is too old"}, status=400)
         return web.json_response([] if request.path.endswith("containers/json") else {}, status=200)
 
+    async with _engine(answer) as provider:
+        assert [found async for found in provider.list({})] == []
+        await provider.inspect("01abc")
+        assert heard == ["/version", f"/{asked}/containers/json", f"/{asked}/containers/01abc/json"]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        ("text/html", "<h1>404 Not Found</h1> /v1.41/containers/01abc"),
+        ("text/plain", "404 page not found"),
+        ("application/json", '{"message": "page not found"}'),
+        ("application/json", "[]"),
+    ],
+)
+async def test_a_404_of_a_proxy_is_no_proof_of_an_end(page: tuple[str, str]) -> None:
+    pytest.importorskip("aiodocker")
+    web = pytest.importorskip("aiohttp.web")
+    said = page
+
+    async def answer(request: Any) -> Any:
+        if request.path == "/version":
+            return web.json_response({"ApiVersion": "1.52", "MinAPIVersion": "1.24", "Arch": "amd64"})
+        return web.Response(status=404, content_type=said[0], text=said[1])
+
+    async with _engine(answer) as provider:
+        with pytest.raises(SandboxUnavailableError):
+            await provider.get("01abc")
+        with pytest.raises(SandboxUnavailableError):
+            await provider.destroy("01abc")
+        provider._ours["01abc"] = None  # type: ignore[assignment]  # then it is not looked at first
+        with pytest.raises(SandboxUnavailableError):
+            await provider.destroy("01abc")
+        for own in (
+            "No such container: 01abc",
+            'no container with name or ID "01abc" found: no such container',
+        ):
+            said = ("application/json", json.dumps({"message": own}))
+            assert await provider.destroy("01abc") is False
+
+
+@asynccontextmanager
+async def _engine(answer: Any) -> AsyncIterator[DockerProvider]:
+    """A provider whose engine is that handler."""
+    web = pytest.importorskip("aiohttp.web")
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", answer)
     runner = web.AppRunner(app)
@@ -197,9 +242,7 @@ async def test_an_engine_is_spoken_to_in_a_version_that_it_takes(oldest: str | N
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     provider = DockerProvider.connect({"DOCKER_HOST": f"tcp://127.0.0.1:{runner.addresses[0][1]}"})
     try:
-        assert [found async for found in provider.list({})] == []
-        await provider.inspect("01abc")
-        assert heard == ["/version", f"/{asked}/containers/json", f"/{asked}/containers/01abc/json"]
+        yield provider
     finally:
         await provider.aclose()
         await runner.cleanup()

@@ -21,6 +21,8 @@ _BROKE = "the connection to the engine broke: {text}"
 _REFUSED = "the engine or the registry refused: {text}"
 _SLOWER = "asked to slow down: {text}"
 _MISSING = "no such sandbox: {text}"
+NO_CONTAINER = ("no such container", "no container with")
+"""In the words of Docker and of Podman. A 404 with other words may be of a proxy, and is no proof of an end."""
 
 FAULTS = (
     Fault(errors.AuthenticationError, of="builtins.PermissionError", words=_NO_PERMISSION),
@@ -50,7 +52,7 @@ FAULTS = (
     Fault(
         errors.AuthenticationError, _ENGINE, says=("authentication required", "unauthorized"), words=_REFUSED
     ),
-    Fault(errors.SandboxNotFoundError, _ENGINE, 404, says="container", words=_MISSING),
+    Fault(errors.SandboxNotFoundError, _ENGINE, 404, says=NO_CONTAINER, words=_MISSING),
     Fault(
         errors.SandboxFailedError,
         _ENGINE,
@@ -59,8 +61,14 @@ FAULTS = (
         words="the image is not there: {text}",
         more={"reason": "image-missing"},
     ),
-    Fault(errors.SandboxNotFoundError, _ENGINE, 404, words=_MISSING),
-    Fault(errors.SandboxNotFoundError, _ENGINE, says="no such container", words=_MISSING),
+    Fault(
+        errors.SandboxUnavailableError,
+        _ENGINE,
+        404,
+        words="not found, but the engine does not say that it is the container: {text}",
+        more={"retryable": True},
+    ),
+    Fault(errors.SandboxNotFoundError, _ENGINE, says=NO_CONTAINER, words=_MISSING),
     Fault(errors.RateLimitError, _ENGINE, 429, words=_SLOWER),
     Fault(errors.RateLimitError, _ENGINE, says="toomanyrequests", words=_SLOWER),
     Fault(errors.ValidationError, _ENGINE, 400, words="the engine refused the request: {text}"),
