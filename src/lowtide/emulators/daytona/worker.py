@@ -6,20 +6,18 @@ what its child processes print, is caught and told apart.
 
 import ast
 import builtins
-import fcntl
+import codecs
 import io
 import json
 import linecache
 import os
-import struct
+import select
 import sys
-import termios
 import threading
-import time
 import traceback
 from typing import Any
 
-FIONREAD_SIZE = struct.pack("i", 0)
+PIPE_BYTES = 1 << 20  # the most that a pipe holds, unless its user is root
 told = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="backslashreplace", buffering=1)
 os.set_inheritable(told.fileno(), False)
 telling = threading.Lock()
@@ -51,26 +49,34 @@ class Printed(io.TextIOBase):
         return self.number
 
 
-def catch(name: str, number: int) -> int:
-    """What is written to the descriptor itself is told as well. Returns the end that is read."""
-    read, write = os.pipe()
-    os.dup2(write, number)
-    os.close(write)
+class Caught:
+    """What is written to a descriptor itself, by child processes too: told as it comes."""
 
-    def pump() -> None:
-        while data := os.read(read, 65536):
-            tell(type=name, text=data.decode("utf-8", "replace"))
+    def __init__(self, name: str, number: int) -> None:
+        self.stream, self.lock = name, threading.Lock()
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.read, write = os.pipe()
+        os.set_blocking(self.read, False)
+        os.dup2(write, number)
+        os.close(write)
+        threading.Thread(target=self.pump, daemon=True).start()
 
-    threading.Thread(target=pump, daemon=True).start()
-    return read
+    def pump(self) -> None:
+        poll = select.poll()
+        poll.register(self.read, select.POLLIN)
+        while self.tell():
+            poll.poll()
 
-
-def drained(reads: list[int]) -> None:
-    for _ in range(200):
-        left = [struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, FIONREAD_SIZE))[0] for fd in reads]
-        if not any(left):
-            break
-        time.sleep(0.005)
+    def tell(self) -> bool:
+        """What there is by now. Locked, so that what is not there any more has been told. False: no more can come."""
+        with self.lock:
+            try:
+                data = os.read(self.read, PIPE_BYTES)
+            except BlockingIOError:
+                return True
+            if text := self.decoder.decode(data, final=not data):
+                tell(type=self.stream, text=text)
+            return bool(data)
 
 
 def run(code: str, space: dict[str, Any], number: int) -> None:
@@ -90,7 +96,7 @@ def main() -> None:
     asked = os.fdopen(os.dup(0), encoding="utf-8")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    reads = [catch("stdout", 1), catch("stderr", 2)]
+    caught = [Caught("stdout", 1), Caught("stderr", 2)]
     sys.stdout, sys.stderr = Printed("stdout", 1), Printed("stderr", 2)
     space: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtins}
     number = 0
@@ -107,7 +113,8 @@ def main() -> None:
         try:
             os.environ.update(one["envs"])
             run(one["code"], space, number)
-            drained(reads)
+            for stream in caught:
+                stream.tell()
         except KeyboardInterrupt:
             pass
         for key, value in before.items():
