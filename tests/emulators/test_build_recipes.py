@@ -7,12 +7,14 @@ import gzip
 import io
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lowtide.emulators import dockerfile
 from lowtide.emulators.build import BuildFailed
-from lowtide.emulators.dockerfile import CannotBuild
+from lowtide.emulators.dockerfile import CannotBuild, Surroundings
+from lowtide.emulators.e2b import templates
 from lowtide.emulators.layer_cache import LayerCache
 from tests.emulators.test_build import building, context
 
@@ -143,5 +145,27 @@ def test_a_context_that_is_sent_again_meanwhile_makes_no_layer(tmp_path: Path) -
             with pytest.raises(BuildFailed, match="replaced"):
                 await builder.build(steps[2:], log=lambda text: None, below=below, context=(files,))
             assert cache.layers() == kept
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(("force", "ran"), [(False, 1), (True, 2)])
+def test_a_forced_step_of_a_template_is_built_again_with_all_that_follows(
+    tmp_path: Path, force: bool, ran: int
+) -> None:
+    asked: list[dict[str, Any]] = [
+        {"type": "RUN", "args": ["echo first", "root"], "force": force},
+        {"type": "ENV", "args": ["A", "b"]},
+        {"type": "RUN", "args": ["echo second $A", "root"]},
+    ]
+
+    async def check() -> None:
+        async with building(tmp_path / "one", LayerCache(tmp_path / "kept")) as (_, builder):
+            said: list[str] = []
+            for _ in range(2):
+                steps = list(templates._steps(asked, Surroundings(), None))
+                await builder.build(steps, log=said.append)
+        lines = "".join(said).splitlines()
+        assert (lines.count("first"), lines.count("second b")) == (ran, ran)
 
     asyncio.run(check())

@@ -13,7 +13,9 @@ import pytest
 from lowtide import Sandbox
 from lowtide.errors import SandboxUnavailableError
 from lowtide.machine import home
-from lowtide.providers.local import snapshots
+from lowtide.providers.local import create, snapshots
+from lowtide.providers.local.base_layers import BaseLayers
+from lowtide.providers.local.python_trees import ReadOnlyTree
 from lowtide.trees.join import join_trees
 from lowtide.trees.remove import remove_tree
 
@@ -133,3 +135,22 @@ def test_what_a_killed_process_began_is_removed_and_what_a_living_one_makes_is_n
             time.sleep(0.1)
         assert os.listdir(kept) == [alive.name]
     assert os.listdir(kept) == []
+
+
+def test_the_parents_of_a_mount_point_keep_their_modes(tmp_path: Path) -> None:
+    """This Python may live below /tmp: made anew for its mount point, /tmp was not for everybody any more."""
+    below, above = tmp_path / "below", tmp_path / "above"
+    (below / "tmp").mkdir(parents=True)
+    (below / "tmp").chmod(0o1777)
+    (below / "home").mkdir()
+    (above / "home").mkdir(parents=True)
+    (above / "home").chmod(0o750)
+    (above / "opt").symlink_to("/etc")
+    trees = [ReadOnlyTree(path=path, mask="") for path in ("/tmp/venv/lib", "/home/one/lib", "/opt/venv")]
+    layers = BaseLayers(
+        root=(str(below), str(above)), read_only=tuple(trees), record={"snapshots": ["above"]}
+    )
+    modes = create._trees(layers)
+    assert (modes["root/tmp"], modes["root/tmp/venv"]) == (0o1777, 0o755)
+    assert (modes["root/home"], modes["root/opt"]) == (0o750, 0o755)
+    assert list(modes).index("root/tmp") < list(modes).index("root/tmp/venv")

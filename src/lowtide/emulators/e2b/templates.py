@@ -311,37 +311,44 @@ def _digest(given: str) -> str:
 
 def _steps(asked: list[dict[str, Any]], around: Surroundings, file: Any) -> Iterator[Step]:
     for one in asked:
-        kind, words = one["type"].upper(), list(one.get("args") or ())
-        shown = f"{kind} {' '.join(words)}"
-        match kind:
-            case "ENV":
-                pairs = dict(zip(words[::2], words[1::2], strict=False))
-                around = replace(around, environment={**around.environment, **pairs})
-                step = Step(shown=shown, around=around)
-            case "WORKDIR" if words:
-                around = replace(around, workdir=around.at(words[0]))
-                step = directory(shown, around)
-            case "USER" if words:
-                around = replace(around, user=words[0])
-                step = Step(shown=shown, around=around)
-            case "RUN" if words:
-                user = words[1] if len(words) > 1 and words[1] else around.user
-                as_user = replace(around, user=user)
-                argv = ("/bin/bash", "-c", words[0])
-                yield Step(shown=shown, argv=argv, around=as_user)
-                step = Step(shown="", around=around)  # the next one is the template's user again
-            case "COPY" if len(words) > 1:
-                digest = one.get("filesHash") or ""
-                if not _HASH.fullmatch(digest) or not file(digest).exists():
-                    raise CannotBuild(f"{shown}: its files were not uploaded")
-                target = around.at(words[1]) + ("/" if words[1].endswith("/") else "")
-                # Nobody in a local sandbox can give a file away: in a home its user copies, elsewhere root.
-                owner = "user" if target.startswith("/home/user") else "root"
-                copying = replace(around, user=owner, workdir="/")
-                yield Step(
-                    shown=shown, sources=(words[0],), target=target, around=copying, context=file(digest)
-                )
-                step = Step(shown="", around=around)
-            case _:
-                raise CannotBuild(f"{shown}: no step of a template")
-        yield step
+        # Forced (`skip_cache()`): neither it nor what stands on it is taken from a build before.
+        fresh = secrets.token_hex(8) if one.get("force") else ""
+        for step in _followed(one, around, file):
+            around = step.around
+            yield replace(step, fresh=fresh)
+
+
+def _followed(one: dict[str, Any], around: Surroundings, file: Any) -> Iterator[Step]:
+    """One instruction. The surroundings of the last are those of the next instruction."""
+    kind, words = one["type"].upper(), list(one.get("args") or ())
+    shown = f"{kind} {' '.join(words)}"
+    match kind:
+        case "ENV":
+            pairs = dict(zip(words[::2], words[1::2], strict=False))
+            around = replace(around, environment={**around.environment, **pairs})
+            step = Step(shown=shown, around=around)
+        case "WORKDIR" if words:
+            around = replace(around, workdir=around.at(words[0]))
+            step = directory(shown, around)
+        case "USER" if words:
+            around = replace(around, user=words[0])
+            step = Step(shown=shown, around=around)
+        case "RUN" if words:
+            user = words[1] if len(words) > 1 and words[1] else around.user
+            as_user = replace(around, user=user)
+            argv = ("/bin/bash", "-c", words[0])
+            yield Step(shown=shown, argv=argv, around=as_user)
+            step = Step(shown="", around=around)  # the next one is the template's user again
+        case "COPY" if len(words) > 1:
+            digest = one.get("filesHash") or ""
+            if not _HASH.fullmatch(digest) or not file(digest).exists():
+                raise CannotBuild(f"{shown}: its files were not uploaded")
+            target = around.at(words[1]) + ("/" if words[1].endswith("/") else "")
+            # Nobody in a local sandbox can give a file away: in a home its user copies, elsewhere root.
+            owner = "user" if target.startswith("/home/user") else "root"
+            copying = replace(around, user=owner, workdir="/")
+            yield Step(shown=shown, sources=(words[0],), target=target, around=copying, context=file(digest))
+            step = Step(shown="", around=around)
+        case _:
+            raise CannotBuild(f"{shown}: no step of a template")
+    yield step

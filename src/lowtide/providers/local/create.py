@@ -23,6 +23,8 @@ from lowtide.providers.local.sandbox_directory import ProcessMark, SandboxDirect
 from lowtide.providers.local.spawner_client import CommandStarter, Message, SpawnerClient
 from lowtide.providers.local.wait_readable import readable
 
+_PLACE = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
@@ -147,8 +149,8 @@ class Launch:
         """The directories its layers are in."""
         directory = self.directory
         if self.spec.limits.disk_bytes is None:
-            for name in _trees(self.base_layers):
-                self._own_dir(f"{directory.path}/{name}")
+            for name, mode in _trees(self.base_layers).items():
+                self._own_dir(f"{directory.path}/{name}", mode)
             if self.network:
                 with contextlib.suppress(FileExistsError):
                     self._own_dir(f"{directory.path}/root/etc")
@@ -173,9 +175,9 @@ class Launch:
             unheld=tuple(self.prerequisites.unheld),
         )
 
-    def _own_dir(self, path: str) -> None:
-        os.mkdir(path, 0o755)
-        os.chmod(path, 0o755)  # noqa: S103 - whatever the program's umask is: it is what everybody inside sees
+    def _own_dir(self, path: str, mode: int = 0o755) -> None:
+        os.mkdir(path, mode)
+        os.chmod(path, mode)  # whatever the program's umask is: it is what everybody inside sees
         if self.prerequisites.owner is not None:
             os.chown(path, self.prerequisites.owner, self.prerequisites.owner)
 
@@ -319,10 +321,31 @@ class Launch:
         )
 
 
-def _trees(base_layers: BaseLayers) -> list[str]:
-    """The directories of its upper layers, parents first."""
+def _trees(base_layers: BaseLayers) -> dict[str, int]:
+    """The directories of its upper layers, parents first, and their modes."""
     trees = ["root", "work", "usr", "usrwork"] if base_layers.usr is not None else ["root", "work"]
-    return trees + [f"root{path}" for path in _mount_points(base_layers)]
+    modes = dict.fromkeys(trees, 0o755)
+    modes.update((f"root{path}", _mode_below(base_layers, path)) for path in _mount_points(base_layers))
+    return modes
+
+
+def _mode_below(base_layers: BaseLayers, path: str) -> int:
+    """As the uppermost layer that has it: a parent of a mount point may be for everybody, as /tmp is."""
+    for layer in reversed(base_layers.root):
+        at = os.open(layer, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for part in PurePath(path).parts[1:]:
+                below = os.open(part, _PLACE, dir_fd=at)
+                os.close(at)
+                at = below
+            return os.fstat(at).st_mode & 0o1777 | 0o700
+        except FileNotFoundError:
+            continue
+        except OSError:  # a link or a file, which ours hides
+            return 0o755
+        finally:
+            os.close(at)
+    return 0o755
 
 
 def _mount_points(base_layers: BaseLayers) -> list[str]:

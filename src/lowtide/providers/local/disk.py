@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,9 @@ def make(place: Path, size: int) -> None:
         raise SandboxFailedError(f"mkfs.ext4: {done.stderr.strip()}", provider="local", reason="disk")
 
 
-def request(place: Path, translate: Callable[[str], str], trees: Sequence[str]) -> dict[str, Any]:
+def request(place: Path, translate: Callable[[str], str], trees: Mapping[str, int]) -> dict[str, Any]:
     """What the spawner needs to mount it."""
-    return {"image": translate(f"{place}/disk.img"), "at": translate(f"{place}/disk"), "make": list(trees)}
+    return {"image": translate(f"{place}/disk.img"), "at": translate(f"{place}/disk"), "make": dict(trees)}
 
 
 def _mkfs() -> str | None:

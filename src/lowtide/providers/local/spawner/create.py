@@ -261,9 +261,10 @@ def mount_disk(disk: Message) -> None:
         break
     else:
         raise OSError(errno.EBUSY, "no free loop device")
-    for name in disk["make"]:
+    for name, mode in disk["make"].items():
         path = f"{disk['at']}/{name}"
         if not os.path.isdir(path):
-            os.mkdir(path, 0o755)
+            os.mkdir(path, mode)
+            os.chmod(path, mode)
             if config.base is not None:
                 os.chown(path, config.base, config.base)
