@@ -8,7 +8,8 @@ import json
 import shutil
 import ssl
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -350,20 +351,10 @@ async def test_who_answers_in_the_servers_place_proves_no_end(tmp_path: Path, st
     async def answer(_: web.Request) -> web.Response:
         return web.Response(text=page, status=status, content_type="text/html")
 
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    cluster = {"server": f"http://127.0.0.1:{runner.addresses[0][1]}"}
-    provider = KubernetesProvider.connect({"KUBECONFIG": str(kubeconfig(tmp_path, cluster, {}))})
-    try:
+    async with answering(tmp_path, answer) as provider:
         for asking in (provider.get("abc"), provider.destroy("abc"), provider.renew("abc", 60.0)):
             with pytest.raises(SandboxUnavailableError):
                 await asking
-    finally:
-        await provider.aclose()
-        await runner.cleanup()
 
 
 @pytest.mark.parametrize(
@@ -379,6 +370,19 @@ async def test_what_stands_beside_a_pod_is_gone_by_the_servers_own_word_too(
             return web.Response(text=page, status=404)
         return web.json_response({"kind": "Status", "reason": "NotFound"}, status=404)
 
+    async with answering(tmp_path, answer) as provider:
+        if gone:
+            assert await provider.destroy("abc") is False
+        else:
+            with pytest.raises(SandboxUnavailableError):
+                await provider.destroy("abc")
+
+
+@asynccontextmanager
+async def answering(
+    tmp_path: Path, answer: Callable[[web.Request], Awaitable[web.Response]]
+) -> AsyncIterator[KubernetesProvider]:
+    """A provider whose API server is that handler."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", answer)
     runner = web.AppRunner(app)
@@ -387,11 +391,7 @@ async def test_what_stands_beside_a_pod_is_gone_by_the_servers_own_word_too(
     cluster = {"server": f"http://127.0.0.1:{runner.addresses[0][1]}"}
     provider = KubernetesProvider.connect({"KUBECONFIG": str(kubeconfig(tmp_path, cluster, {}))})
     try:
-        if gone:
-            assert await provider.destroy("abc") is False
-        else:
-            with pytest.raises(SandboxUnavailableError):
-                await provider.destroy("abc")
+        yield provider
     finally:
         await provider.aclose()
         await runner.cleanup()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,19 +124,41 @@ def test_what_a_joined_directory_hid_stays_hidden(tmp_path: Path) -> None:
     assert os.getxattr(again / "name", "user.overlay.opaque") == b"y"
 
 
+JOINS = """
+import sys, time
+from pathlib import Path
+from lowtide.providers.local import snapshots
+store = snapshots.SnapshotStore(Path(sys.argv[1]), None)
+def stand_still(layers, target):
+    Path(target).mkdir()
+    print("joining", flush=True)
+    time.sleep(1000)
+snapshots.join_trees = stand_still
+for name in "ab":
+    (store.directory / name / "root").mkdir(parents=True)
+store._join(["a", "b"])
+"""
+
+
 def test_what_a_killed_process_began_is_removed_and_what_a_living_one_makes_is_not(tmp_path: Path) -> None:
     kept = tmp_path / "snapshots"
     store = snapshots.SnapshotStore(kept, None)
-    with store._draft("draft") as alive:
-        names = [".draft-1", ".joined-2", ".gone-3"]
-        for name in names:
-            (kept / name / "root").mkdir(parents=True)
-        until = time.time() + 60
-        while any((kept / name).exists() for name in names) and time.time() < until:
+    with subprocess.Popen([sys.executable, "-c", JOINS, str(kept)], stdout=subprocess.PIPE) as killed:
+        assert killed.stdout is not None
+        assert killed.stdout.readline() == b"joining\n"
+        with store._draft("draft") as alive:
+            (kept / ".gone-3" / "root").mkdir(parents=True)
+            (joining,) = kept.glob(".joined-*")
+            until = time.time() + 60
+            while (kept / ".gone-3").exists() and time.time() < until:
+                store.sweep()
+                time.sleep(0.1)
+            assert joining.exists()  # older, and its maker lives
+            killed.kill()
+            killed.wait()
             store.sweep()
-            time.sleep(0.1)
-        assert os.listdir(kept) == [alive.name]
-    assert os.listdir(kept) == []
+            assert sorted(os.listdir(kept)) == sorted([alive.name, "a", "b"])
+    assert sorted(os.listdir(kept)) == ["a", "b"]
 
 
 def test_the_parents_of_a_mount_point_keep_their_modes(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from lowtide.providers.docker.access import KEEP, Endpoint, fingerprint, resolve
 from lowtide.providers.docker.channel import ExecChannel, key_of, open_channel
 from lowtide.providers.docker.client import EngineClient, checked_id
 from lowtide.providers.docker.create import Creation, check_gvisor
-from lowtide.providers.docker.errors import NO_CONTAINER, SERVICE, mapped
+from lowtide.providers.docker.errors import SERVICE, mapped
 from lowtide.providers.docker.options import DockerOptions
 from lowtide.providers.inside import Clients, InsideProcess
 
@@ -279,7 +279,7 @@ class DockerProvider(hosted.Hosted):
                 if error.status == 409 or "in progress" in error.message:
                     await self._until_removed(sandbox_id)
                     there = True
-                elif error.status != 404 or not any(words in error.message.lower() for words in NO_CONTAINER):
+                elif not isinstance(SERVICE.translated(error, sandbox_id), SandboxNotFoundError):
                     raise
         self._ours.pop(sandbox_id, None)
         return there

@@ -107,9 +107,8 @@ class Entrance:
         outer, inner = directory.processes()
         if outer is None or inner is None or not outer.alive() or not directory.alive(spec):
             info = directory.info()
-            raise gone(
-                sandbox_id, f"the sandbox has ended: {info.reason or 'it was killed' if info else 'deleted'}"
-            )
+            reason = "deleted" if info is None else info.reason or "it was killed"
+            raise gone(sandbox_id, f"the sandbox has ended: {reason}")
         environment = {}
         # Of the outer bwrap, which nothing in the sandbox can reach or make larger.
         with contextlib.suppress(OSError):
