@@ -26,7 +26,7 @@ CACHE_LABEL = "lowtide-cache"
 def create_body(spec: SandboxSpec, image: str, *, volume: str, publish: bool, key: bytes) -> dict[str, Any]:
     """The create call's body: identity, lifetime and limits are all inside this one request."""
     options: DockerOptions = spec.options or DockerOptions()
-    full = spec.network is not None and spec.network.mode is NetworkMode.FULL
+    full = spec.network is not None and spec.network.mode is NetworkMode.INTERNET
     ports = [f"{port}/tcp" for port in spec.ports if publish and full]
     lifetime = math.ceil(spec.lifetime_seconds) if spec.lifetime_seconds else 0
     return {
@@ -61,7 +61,7 @@ def _host(spec: SandboxSpec, options: DockerOptions, volume: str, ports: list[st
     return asked_for(
         {
             "AutoRemove": True,
-            "NetworkMode": NETWORK if mode is NetworkMode.FULL else "none",
+            "NetworkMode": NETWORK if mode is NetworkMode.INTERNET else "none",
             "Dns": [str(NAMESERVER)] if mode is NetworkMode.ALLOW else None,
             "PortBindings": {port: [{"HostIp": "127.0.0.1", "HostPort": ""}] for port in ports},
             "PidsLimit": limits.pids or DEFAULT_PIDS,

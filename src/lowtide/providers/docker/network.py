@@ -1,4 +1,4 @@
-"""The way out of a container that has an allow-list: no network of the engine's, and a proxy on this machine.
+"""The network of a container that has an allow-list: none of the engine's, and a proxy on this machine.
 
 The container has a network namespace with nothing but its loopback (``NetworkMode: none``), so no two sandboxes
 reach each other and nothing is left behind at the engine. The proxy ends with the container's first process.
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import UnsupportedError
+from lowtide.providers.base import Network
 from lowtide.providers.docker.access import Endpoint
 from lowtide.providers.docker.errors import SERVICE
 from lowtide.providers.network import start
@@ -25,13 +26,13 @@ def check(endpoint: Endpoint) -> None:
         raise _unsupported("only root may enter a container's network")
 
 
-async def open_way(sandbox_id: str, facts: Mapping[str, Any], allow: tuple[str, ...]) -> None:
+async def connect(sandbox_id: str, facts: Mapping[str, Any], network: Network, denied: Path) -> None:
     """Serve the network of a running container, as the engine describes it."""
     pid = int(facts.get("State", {}).get("Pid") or 0)
     # An engine in a virtual machine counts processes of its own: the number would be somebody else's here.
     if not pid or not _is_container(pid, str(facts["Id"])):
         raise _unsupported("the container's processes are not on this machine")
-    await start.start("docker", sandbox_id, pid, _start_time(pid), allow)
+    await start.start("docker", sandbox_id, pid, _start_time(pid), network, denied)
 
 
 def _start_time(pid: int) -> int:
