@@ -36,14 +36,19 @@ NAMES = {
 LOOPBACK_NAMES6 = {"mapped.example": "::ffff:127.0.0.1", "nat64.example": "64:ff9b::a9fe:a9fe"}
 
 
-def run_on_the_machine(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
-    """Run it on the machine of a world that is made for it. "{log}" in the command is where the world writes."""
+def run_on_the_machine(
+    command: Sequence[str], seconds: float, files: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run it on the machine of a world that is made for it. "{log}" in the command is where the world writes.
+
+    The world serves `files`, a folder, below ``http://good.example/files/``.
+    """
     with tempfile.TemporaryDirectory(prefix="ltw-") as folder:
         os.chmod(folder, 0o755)
         log = Path(folder, "log")
         log.touch(0o644)
         Path(folder, "resolv.conf").write_text(f"nameserver {NAMESERVER}\noptions timeout:1 attempts:2\n")
-        with _inhabited(log) as world:
+        with _inhabited(log, files) as world:
             inside = [
                 f"ip link add m0 type veth peer name w0 netns {world}",
                 f"ip addr add {MACHINE}/24 dev m0",
@@ -75,8 +80,8 @@ def run_on_the_machine(command: Sequence[str], seconds: float) -> subprocess.Com
 
 
 @contextlib.contextmanager
-def _inhabited(log: Path) -> Iterator[int]:
-    command = ["unshare", "-n", sys.executable, "-m", "tests.allow_list.world", str(log)]
+def _inhabited(log: Path, files: Path | None) -> Iterator[int]:
+    command = ["unshare", "-n", sys.executable, "-m", "tests.allow_list.world", str(log), str(files or "")]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
@@ -90,7 +95,7 @@ def _inhabited(log: Path) -> Iterator[int]:
 # ---------------------------------------------------------------- the world itself
 
 
-async def main(log: str) -> None:
+async def main(log: str, files: str = "") -> None:
     for command in (
         "ip link set lo up",
         *(f"ip addr add {a}/32 dev lo" for a in (NAMESERVER, GOOD, OTHER, PRIVATE, METADATA, SHARED)),
@@ -115,6 +120,15 @@ async def main(log: str) -> None:
                     writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + bytes(30_000_000))
                     await writer.drain()
                     break
+                elif files and data.startswith(b"GET /files/"):
+                    path = data.split()[1].decode().removeprefix("/files/")
+                    file = Path(files, path, "index.html" if path.endswith("/") else "")
+                    kind = "text/html" if path.endswith("/") else "application/octet-stream"
+                    head = f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {file.stat().st_size}\r\n\r\n"
+                    writer.write(head.encode())
+                    await writer.drain()
+                    with file.open("rb") as opened:
+                        await loop.sendfile(writer.transport, opened)
                 elif port == 80:
                     body = f"world {address}".encode()
                     head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n"
@@ -169,4 +183,4 @@ async def main(log: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main(*sys.argv[1:]))

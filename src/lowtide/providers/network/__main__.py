@@ -67,7 +67,7 @@ async def serve(proxy: Proxy, listeners: Listeners, pidfd: int) -> None:
     loop.add_reader(pidfd, ended.set)
     for sock in listeners.streams:
         sock.setblocking(False)
-        await asyncio.start_server(proxy.connection, sock=sock, limit=1 << 16)
+        await asyncio.start_server(proxy.connection, sock=sock, limit=1 << 17)
     for sock in listeners.queries:
         sock.setblocking(False)
         await loop.create_datagram_endpoint(lambda: Queries(proxy), sock=sock)

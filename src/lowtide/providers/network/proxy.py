@@ -33,7 +33,7 @@ _REMEMBERED_SECONDS, _MOST_REMEMBERED = 20.0, 1024
 _LINGER_SECONDS = 2.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.001, 0.064
 _MOST_TAPPED, _TAP_PAUSE_SECONDS = 64, 0.25
-_CHUNK = 1 << 16
+_CHUNK = 1 << 18
 _ORIGINAL_TARGET, _IPV6_LEVEL = 80, 41
 _HTTP, _TLS = 80, 443
 
@@ -331,7 +331,7 @@ async def _connected(addresses: list[Address], port: int) -> Stream:
         try:
             async with asyncio.timeout(_CONNECT_SECONDS / min(len(addresses), 4)):
                 # An address and no name: nothing is looked up again.
-                reader, writer = await asyncio.open_connection(str(address), port, limit=_CHUNK)
+                reader, writer = await asyncio.open_connection(str(address), port, limit=_CHUNK // 2)
         except (OSError, TimeoutError) as error:
             last = error
             continue
