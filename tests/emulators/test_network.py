@@ -68,7 +68,9 @@ def outside() -> Iterator[int]:
     server.server_close()
 
 
-@pytest.mark.parametrize(("network", "seen"), [("none", "unreachable"), ("internet", "unreachable"), ("host", "outside")])
+@pytest.mark.parametrize(
+    ("network", "seen"), [("none", "unreachable"), ("internet", "unreachable"), ("host", "outside")]
+)
 def test_the_network_the_user_chose_holds_on_every_emulator(
     tmp_path: Path, outside: int, network: str, seen: str
 ) -> None:
