@@ -111,8 +111,10 @@ class NativeFiles(Protocol):
 class DirectFiles(Protocol):
     """Where the sandbox's files can be opened on this machine: the kernel copies, nothing passes through Python."""
 
-    async def read_into(self, sandbox_id: str, path: str, descriptor: int) -> int:
-        """As `read_file`, into an open file. Returns the bytes copied."""
+    async def read_into(
+        self, sandbox_id: str, path: str, descriptor: int, *, max_bytes: int | None = None
+    ) -> int:
+        """As `read_file`, into an open file. Returns the bytes copied; more than `max_bytes`: it was not copied whole."""
         ...
 
     async def write_from(

@@ -106,11 +106,11 @@ async def write_file(
     return written
 
 
-async def read_into(inside: Caller, path: str, descriptor: int) -> int:
+async def read_into(inside: Caller, path: str, descriptor: int, max_bytes: int | None = None) -> int:
     with await inside("read", [], path=path) as reply:
         _, fds = await answer(reply, path, inside.sandbox_id)
     try:
-        return await copy(fds[0], descriptor)
+        return await copy(fds[0], descriptor, max_bytes)
     finally:
         os.close(fds[0])
 
@@ -154,12 +154,12 @@ def _disk_errors(inside: Caller, path: str) -> Iterator[None]:
         raise file_error(error.errno, os.strerror(error.errno), path, inside.sandbox_id) from error
 
 
-async def copy(source: int, target: int) -> int:
+async def copy(source: int, target: int, most: int | None = None) -> int:
     """All of one open file into another, in a thread, holes as holes. Both stay open."""
     stopped = False
 
     def work() -> int:
-        return copy_data(source, target, lambda: stopped)
+        return copy_data(source, target, lambda: stopped, most)
 
     copying = asyncio.ensure_future(in_thread(work))
     try:
