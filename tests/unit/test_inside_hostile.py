@@ -228,7 +228,9 @@ async def test_a_lowered_limit_on_descriptors_does_not_make_it_spin(files: int) 
     inside, server = Inside(), 0
     try:
         client = inside.client()
-        process = await client.start(ProcessSpec(argv=("sh", "-c", "read line; echo $line; exit 3"), stdin=True))
+        process = await client.start(
+            ProcessSpec(argv=("sh", "-c", "read line; echo $line; exit 3"), stdin=True)
+        )
         server = client.pid or 0
         resource.prlimit(server, resource.RLIMIT_NOFILE, (files, files))
         waiting = await inside.open(_greeting(77))  # at the listener, which is ready from now on

@@ -226,7 +226,9 @@ class Link:
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            words = f"nothing arrived for {_QUIET_SECONDS * _UNANSWERED:g} seconds though the program was asked"
+            words = (
+                f"nothing arrived for {_QUIET_SECONDS * _UNANSWERED:g} seconds though the program was asked"
+            )
             raise _Silent(words) from error
         finally:
             for task in tasks:
