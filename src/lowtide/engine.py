@@ -21,6 +21,8 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
+from lowtide.in_background import in_background
+
 T = TypeVar("T")
 
 # What programs handle in Python. The kernel may hand a signal for the process to any thread that takes it, but
@@ -92,12 +94,40 @@ class Engine:
             )
         return self.submit(work).result(timeout)
 
+    def submit_shielded(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start `work` on the loop, from any thread. Cancelling the future only abandons the wait: `work` runs to its end.
+
+        `submit` passes a cancellation on, and one that arrives before the loop has taken up `work` drops it unstarted.
+        """
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def begin() -> None:
+            in_background(work).add_done_callback(lambda task: _pass_on(task, future))
+
+        self.loop.call_soon_threadsafe(begin)
+        return future
+
     def have_workers(self, count: int) -> None:
         """Have threads for so many blocking calls at once, so that an exit hook, which can start none, finds them."""
         self._workers.have(count)
 
     def is_current_thread(self) -> bool:
         return threading.current_thread() is self.thread
+
+
+def _pass_on(task: asyncio.Task[T], future: concurrent.futures.Future[T]) -> None:
+    """Give `future` the outcome of `task`, unless its caller has cancelled it."""
+    error = (
+        None if task.cancelled() else task.exception()
+    )  # retrieved in any case, so that asyncio does not log it
+    if task.cancelled():
+        future.cancel()
+    if not future.set_running_or_notify_cancel():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(task.result())
 
 
 def engine() -> Engine:
