@@ -21,8 +21,6 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
-from lowtide.in_background import in_background
-
 T = TypeVar("T")
 
 # What programs handle in Python. The kernel may hand a signal for the process to any thread that takes it, but
@@ -73,6 +71,7 @@ class Engine:
         self._workers = _Workers()
         self._workers.have(1)
         self.loop.set_default_executor(self._workers)
+        self._shielded: set[asyncio.Task[Any]] = set()
         self.thread = threading.Thread(target=self._run, name="lowtide", daemon=True)
         self.thread.start()
 
@@ -102,7 +101,10 @@ class Engine:
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def begin() -> None:
-            in_background(work).add_done_callback(lambda task: _pass_on(task, future))
+            task = self.loop.create_task(work)
+            self._shielded.add(task)  # the loop itself only holds tasks weakly
+            task.add_done_callback(self._shielded.discard)
+            task.add_done_callback(lambda done: _pass_on(done, future))
 
         self.loop.call_soon_threadsafe(begin)
         return future

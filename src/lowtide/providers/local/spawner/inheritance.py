@@ -33,8 +33,8 @@ def lay_down() -> None:
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         with contextlib.suppress(OSError, ValueError):
             signal.signal(number, signal.SIG_DFL)
-    for number in _C_LIBRARY_SIGNALS:
-        libc.syscall(SYS_RT_SIGACTION, number, _IGNORE, None, 8)
+    for internal in _C_LIBRARY_SIGNALS:
+        libc.syscall(SYS_RT_SIGACTION, internal, _IGNORE, None, 8)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
