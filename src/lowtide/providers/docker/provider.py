@@ -214,6 +214,20 @@ class DockerProvider(hosted.Hosted):
             task.add_done_callback(lambda _: self._pulls.pop(image, None))
         await asyncio.shield(task)
 
+    async def has_image(self, image: str) -> bool:
+        """Whether `image` is on the engine."""
+        import aiodocker
+
+        client = await self.client()
+        with mapped():
+            try:
+                await client.docker.images.inspect(image)
+            except aiodocker.DockerError as error:
+                if error.status != 404:
+                    raise
+                return False
+        return True
+
     # -- looking
 
     async def inspect(self, sandbox_id: str) -> dict[str, Any]:

@@ -9,13 +9,20 @@ import contextlib
 import os
 import resource
 import signal
+import struct
 
 from .kernel import MACHINE, SYS_KEYCTL, libc, put
 
 SYS_IOPRIO_SET = 251 if MACHINE == "x86_64" else 30
+SYS_RT_SIGACTION = 13 if MACHINE == "x86_64" else 134
 PR_SET_TIMERSLACK = 29
 JOIN_SESSION_KEYRING = 1
 STACK_BYTES = 8 << 20
+# The C library keeps these two for its threads and lets no program set them. Where a sandbox's filter forbids clone3,
+# its posix_spawn() starts every command with them ignored. A command that starts by fork() inherits them from here:
+# since glibc 2.38 they would be at their default, and a sandbox's first command would differ from the later ones.
+_C_LIBRARY_SIGNALS = (32, 33)
+_IGNORE = struct.pack("4Q", signal.SIG_IGN, 0, 0, 0)  # the kernel's sigaction: handler, flags, restorer, mask
 _NICE, _REALTIME_PRIORITY = 13, 14  # RLIMIT_NICE and RLIMIT_RTPRIO, which Python does not name everywhere
 
 
@@ -26,6 +33,8 @@ def lay_down() -> None:
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         with contextlib.suppress(OSError, ValueError):
             signal.signal(number, signal.SIG_DFL)
+    for internal in _C_LIBRARY_SIGNALS:
+        libc.syscall(SYS_RT_SIGACTION, internal, _IGNORE, None, 8)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
