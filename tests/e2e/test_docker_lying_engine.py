@@ -30,7 +30,7 @@ from tests.container_engine import (
     import_bare_image,
     needs_docker,
 )
-from tests.lying_proxy import HTML, LyingProxy, json_answer
+from tests.lying_engine import HTML, LyingProxy, json_answer
 
 from lowtide.errors import (
     SandboxFailedError,
