@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from lowtide.lifecycle.lease import EndReport, Lease
     from lowtide.lookup import StateName
-    from lowtide.providers.base import Provider, SandboxInfo, SandboxState, Url
+    from lowtide.providers.base import DeniedConnection, Provider, SandboxInfo, SandboxState, Url
     from lowtide.session import Session
 
 T = TypeVar("T")
@@ -255,6 +255,24 @@ class Sandbox(SandboxFacts, SandboxCommands, SandboxFiles):
         validate.port("port", port)
         self._require("PORTS", "url")
         return self._call(lambda provider, sandbox_id: provider.url(sandbox_id, port))  # type: ignore[attr-defined]
+
+    def denied_connections(self) -> Operation[builtins.list[DeniedConnection]]:
+        """What its network setting has refused so far, oldest first; also after its end.
+
+        Each target is listed once, with the time of its first refusal, and at most 1,000 of them. A provider
+        that does not tell raises UnsupportedError.
+        """
+        self._require("DENIED_CONNECTIONS", "denied_connections")
+        return Operation.start(self._denied_connections())
+
+    async def _denied_connections(self) -> builtins.list[DeniedConnection]:
+        if self._life.info is None:
+            await self._life.accepted()
+        assert self._life.info is not None
+        found: builtins.list[DeniedConnection] = await self._life.connect().denied_connections(  # type: ignore[attr-defined]
+            self._life.info.sandbox_id
+        )
+        return found
 
     # Both kinds of ``with``.
 

@@ -301,7 +301,7 @@ async def test_a_port_is_reachable_without_a_network(provider: LocalProvider, sa
 
 
 async def test_network_full_is_this_machines(provider: LocalProvider) -> None:
-    made = await provider.create(spec(network=Network(mode=NetworkMode.FULL)))
+    made = await provider.create(spec(network=Network(mode=NetworkMode.INTERNET)))
     assert (await run(provider, made.sandbox_id, "true"))[0] == 0
     listener = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
     port = listener.sockets[0].getsockname()[1]
