@@ -369,6 +369,35 @@ async def test_the_sandbox_outlives_its_spawner(provider: LocalProvider, sandbox
         pytest.fail("no new spawner was started")
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_command_is_ended_without_its_spawner(
+    provider: LocalProvider, sandbox: str, number: signal.Signals
+) -> None:
+    process = await provider.start_process(
+        sandbox, ProcessSpec(argv=("sh", "-c", "trap '' TERM; while :; do sleep 1; done"))
+    )
+    inner = provider._entrance.known(sandbox).inner
+    client = provider._prerequisites.client
+    assert client is not None
+
+    def running() -> list[int]:
+        return [
+            pid for pid in ending.members(inner.pid) if pid != inner.pid and ending.state(pid) not in "ZX"
+        ]
+
+    while not running():
+        await asyncio.sleep(0.01)
+    os.kill(client._pid, number)
+    try:
+        await process.terminate(0.2)
+        assert not running()
+        assert inner.alive()
+    finally:
+        if number == signal.SIGSTOP:
+            os.kill(client._pid, signal.SIGCONT)
+        await process.aclose()
+
+
 async def test_killing_either_bwrap_ends_the_sandbox(provider: LocalProvider) -> None:
     for which in (0, 1):
         made = await provider.create(spec())
