@@ -64,7 +64,7 @@ def command(trouble: Exception | None, **details: Any) -> Command:
 async def test_an_end_is_claimed_only_when_it_is_confirmed(
     details: dict[str, Any], kind: type[Exception]
 ) -> None:
-    with pytest.raises(kind, match="may still run, .*no answer"):
+    with pytest.raises(kind, match=r"may still run, .*no answer"):
         await command(SandboxUnavailableError("no answer"), **details).drive()
     for trouble in (None, SandboxGone("it is gone")):
         with pytest.raises(kind, match="was ended"):
