@@ -11,6 +11,7 @@ import resource
 import signal
 import struct
 
+from .config import config
 from .kernel import MACHINE, SYS_KEYCTL, libc, put
 
 SYS_IOPRIO_SET = 251 if MACHINE == "x86_64" else 30
@@ -23,6 +24,7 @@ STACK_BYTES = 8 << 20
 # since glibc 2.38 they would be at their default, and a sandbox's first command would differ from the later ones.
 _C_LIBRARY_SIGNALS = (32, 33)
 _IGNORE = struct.pack("4Q", signal.SIG_IGN, 0, 0, 0)  # the kernel's sigaction: handler, flags, restorer, mask
+DESCRIPTORS = 65_536
 _NICE, _REALTIME_PRIORITY = 13, 14  # RLIMIT_NICE and RLIMIT_RTPRIO, which Python does not name everywhere
 
 
@@ -48,6 +50,21 @@ def lay_down() -> None:
         if int(file.read()) < 0:
             put("/proc/self/oom_score_adj", b"0")
     _limits()
+    _descriptors()
+
+
+def _descriptors() -> None:
+    """More for this program and its helpers than any sandbox can have, and so more than one can keep under way."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    config.descriptors = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    with contextlib.suppress(OSError, ValueError):  # only root may have more than it was given
+        with open("/proc/sys/fs/nr_open") as file:
+            most = int(file.read())
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        return
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard < 2 * DESCRIPTORS:
+        config.descriptors = min(config.descriptors, hard * 3 // 4)
 
 
 def _limits() -> None:
