@@ -425,7 +425,7 @@ def test_a_boundary_of_any_length_is_taken_or_refused(
         assert status >= 400 or length <= 70, (path, status)
 
 
-@pytest.mark.parametrize("length", [100, 246, 300, 20_000])
+@pytest.mark.parametrize("length", [100, 246, 247, 20_000])
 def test_metadata_with_a_name_of_any_length_is_taken_or_refused(
     served: Handle, length: int, e2b_neighbour: str
 ) -> None:
@@ -438,4 +438,4 @@ def test_metadata_with_a_name_of_any_length_is_taken_or_refused(
     }
     named = {b"X-Metadata-" + b"n" * length: b"v", b"Content-Type": b"application/octet-stream"}
     status, said = send("POST", "/files?path=/tmp/x&username=user", b"hello", {**envd, **named})
-    assert status == (200 if length == 100 else 400), said
+    assert status == (200 if length <= 246 else 400), said

@@ -329,7 +329,10 @@ def test_a_volume_that_has_grown_too_large_is_not_held_in_memory(
     before = peak(daytona.pid)
     other = daytona_create(volumes=[mount])
     assert peak(daytona.pid) - before < 700 << 20
-    assert other.process.exec("cat /home/daytona/data/file; ls /home/daytona/data").result.split() == ["kept", "file"]
+    assert other.process.exec("cat /home/daytona/data/file; ls /home/daytona/data").result.split() == [
+        "kept",
+        "file",
+    ]
 
 
 def peak(pid: int) -> int:

@@ -82,6 +82,8 @@ class Volumes:
                 sandbox.backing,
                 ("/bin/sh", "-c", 'mkdir -p -m 777 "$1"; chmod 777 "$1"', "sh", mount["mountPath"]),
             )
+            # Below the user's own home the sandbox's root, which has no capabilities, cannot make it.
+            await sandboxes.machine.run(sandbox, ("/bin/mkdir", "-p", mount["mountPath"]))
             if tree:
                 await sandboxes.machine.run(
                     sandbox, ("/bin/sh", "-c", _UNPACK, "sh", mount["mountPath"]), tree

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _PREFIX = "x-metadata-"
-_LONGEST_NAME, _LONGEST_VALUE = 240, 4096  # a file's extended attributes hold no more
+_LONGEST_NAME, _LONGEST_VALUE = 246, 4096  # a file's extended attributes hold no more
 _STATUS = {
     "ENOENT": 404,
     "is-a-directory": 400,
