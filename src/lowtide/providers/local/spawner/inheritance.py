@@ -19,9 +19,9 @@ SYS_RT_SIGACTION = 13 if MACHINE == "x86_64" else 134
 PR_SET_TIMERSLACK = 29
 JOIN_SESSION_KEYRING = 1
 STACK_BYTES = 8 << 20
-# The C library keeps these two for its threads and lets no program set them. Where a sandbox's filter forbids clone3,
-# its posix_spawn() starts every command with them ignored. A command that starts by fork() inherits them from here:
-# since glibc 2.38 they would be at their default, and a sandbox's first command would differ from the later ones.
+# The C library keeps these two for its threads and lets no program set them. Its posix_spawn() starts a command in a
+# sandbox with them ignored; newer ones (glibc 2.43) start the spawner itself with the default. A command that starts by
+# fork() inherits them from here, and a sandbox's first command would differ from the later ones.
 _C_LIBRARY_SIGNALS = (32, 33)
 _IGNORE = struct.pack("4Q", signal.SIG_IGN, 0, 0, 0)  # the kernel's sigaction: handler, flags, restorer, mask
 DESCRIPTORS = 65_536
