@@ -55,13 +55,21 @@ class Capability(enum.StrEnum):
 
 
 class Recovery(enum.Enum):
-    """How a create whose answer was lost is found again."""
+    """How a create whose answer was lost is found again, and what proves that it made nothing."""
 
     REPLAY = (
         "replay"  # by label; else take its idempotency key with another create, and destroy what that returns
     )
     BY_NAME = "by-name"  # get by the name we chose
     BY_LABEL = "by-label"  # list by label until the create window has surely passed
+
+    @property
+    def looks_lag(self) -> bool:
+        """Whether an empty look is no proof, even after a refused create: lists lag behind what was committed.
+
+        A name that we chose is taken when the service commits, so one look by name is proof then.
+        """
+        return self is not Recovery.BY_NAME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

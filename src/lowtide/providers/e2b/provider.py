@@ -101,7 +101,7 @@ class E2BProvider(Snapshots, BulkFiles, hosted.Hosted):
         with nothing_sent():
             sdk = self._sdk()
             asked = create.arguments(spec, self._access.template)
-        info, made = await create.create(sdk, self._access, spec, asked, lambda: self.find(spec))
+        info, made = await create.create(sdk, self._access, spec, asked, lambda: self.find(spec), self.get)
         if made is not None:
             self._keep(info.sandbox_id, made)
             self._fresh[info.sandbox_id] = info

@@ -117,6 +117,10 @@ class LocalProvider(LocalCalls):
     def images(self) -> ImageStore:
         return self._prerequisites.images
 
+    async def has_image(self, image: str) -> bool:
+        """Whether `image` is in the image store."""
+        return await asyncio.to_thread(self.images.image, image) is not None
+
     @property
     def snapshots(self) -> SnapshotStore:
         return self._prerequisites.snapshots
