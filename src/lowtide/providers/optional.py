@@ -66,6 +66,15 @@ class Stops(Protocol):
 
 
 @runtime_checkable
+class HoldsImages(Protocol):
+    """Providers whose images lie on this machine or its engine, and are fetched from a registry when they do not."""
+
+    async def has_image(self, image: str) -> bool:
+        """Whether a sandbox on `image` can be created without a request to a registry."""
+        ...
+
+
+@runtime_checkable
 class Ports(Protocol):
     async def url(self, sandbox_id: str, port: int) -> Url: ...
 
