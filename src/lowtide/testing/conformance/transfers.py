@@ -178,11 +178,14 @@ class TransfersConformance(Conformance):
         assert moved.bytes == sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
 
     def test_a_file_without_end_is_given_up(self, box: Sandbox, place: str, tmp_path: Path) -> None:
-        """/proc has one that reports no size. A link to it, under a name that promises something else."""
-        sh(box, f"ln -s /proc/self/pagemap {place}/results.csv")
+        """/proc has one for each process, which reports no size: a link to it, under a name that promises another."""
+        link = f"ln -s /proc/$$/pagemap {place}/results.csv; exec sleep 1000"
+        running = box.exec(["sh", "-c", link])
+        eventually(lambda: box.exists(f"{place}/results.csv").result(ANSWER_SECONDS))
         with pytest.raises(SandboxFileError):
             box.download(f"{place}/results.csv", tmp_path / "results.csv").result(ANSWER_SECONDS)
         assert list(tmp_path.iterdir()) == []
+        running.cancel()
 
     def test_no_more_than_max_bytes_are_downloaded(self, box: Sandbox, place: str, tmp_path: Path) -> None:
         sh(box, f"mkdir {place}/t && head -c 300000 /dev/urandom > {place}/t/f && ln -s t/f {place}/link")
