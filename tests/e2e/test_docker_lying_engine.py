@@ -248,9 +248,10 @@ async def test_a_pause_is_refused_where_the_engine_outlives_this_machine() -> No
 
 @pytest.fixture(scope="module")
 def new_engine() -> Iterator[str]:
-    """An engine of its own, with nothing on it. It changes nothing of this machine's network."""
+    """An engine of its own, with nothing on it, in namespaces of its own: an engine changes bridges, rules and mounts of the
+    machine that it finds. There the registry is where it is here."""
     home = Path(tempfile.mkdtemp(prefix="lowtide-engine-", dir="/tmp"))  # short: its sockets are in there
-    url = f"unix:///tmp/lowtide-test-engine-{os.getpid()}-{secrets.token_hex(3)}.sock"
+    url, port = f"unix://{home}/engine.sock", REGISTRY.rpartition(":")[2]
     arguments = [
         "-H",
         url,
@@ -261,28 +262,37 @@ def new_engine() -> Iterator[str]:
         "--pidfile",
         f"{home}/pid",
     ]
-    arguments += ["--bridge", "none", "--iptables=false", "--ip6tables=false", "--storage-driver", "vfs"]
-    arguments += ["--default-address-pool", "base=10.213.128.0/17,size=24"]
-    with (home / "log").open("wb") as file:
-        engine = subprocess.Popen(
-            ["unshare", "--mount", "dockerd", *arguments], stdout=file, stderr=file, cwd=home
-        )
+    arguments += ["--storage-driver", "vfs"]
+    script = 'ip link set lo up && exec dockerd "$@"'
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*command: str) -> subprocess.Popen[bytes]:
+        with (home / "log").open("ab") as file:
+            started.append(subprocess.Popen(command, stdout=file, stderr=file, cwd=home))
+        return started[-1]
+
     try:
+        start("socat", f"UNIX-LISTEN:{home}/registry,fork", f"TCP:127.0.0.1:{port}")
+        engine = start("unshare", "--mount", "--net", "sh", "-c", script, "sh", *arguments)
         for _ in range(300):
             with contextlib.suppress(subprocess.CalledProcessError):
                 docker(url, "version")
                 break
             assert engine.poll() is None, (home / "log").read_text()[-2000:]
             time.sleep(0.1)
+        inside = ("nsenter", f"--net=/proc/{engine.pid}/ns/net")
+        start(
+            *inside,
+            "socat",
+            f"TCP-LISTEN:{port},bind=127.0.0.1,fork,reuseaddr",
+            f"UNIX-CONNECT:{home}/registry",
+        )
         yield url
     finally:
-        networks = docker(url, "network", "ls", "-q", "--filter", "label=lowtide-cache").split()
-        for network in networks:
-            docker(url, "network", "rm", network)
-        engine.terminate()
-        engine.wait(60)
+        for one in reversed(started):
+            one.terminate()
+            one.wait(60)
         shutil.rmtree(home)
-        Path(url.removeprefix("unix://")).unlink(missing_ok=True)
 
 
 @pytest.fixture
@@ -302,7 +312,8 @@ def networks(url: str) -> list[str]:
 needs_own_engine = [
     needs_docker[1],
     pytest.mark.skipif(
-        os.getuid() != 0 or shutil.which("dockerd") is None, reason="no dockerd to start, or not root"
+        os.getuid() != 0 or not all(shutil.which(one) for one in ("dockerd", "socat", "ip", "curl")),
+        reason="no engine can be started here: it takes root, dockerd, socat, ip and curl",
     ),
     pytest.mark.skipif(
         not REGISTRY, reason="no registry: scripts/engines up registry, then eval its exports"
