@@ -1,198 +1,404 @@
-"""A proxy in front of a real HTTP API that cuts, delays, goes silent and rewrites answers.
+"""A proxy between a provider's real SDK and its emulator that passes everything on, except what a test has it say instead.
 
-It stands before a Docker socket or a Kubernetes API server::
-
-    async with LyingProxy.before_docker(url) as proxy:
-        provider = DockerProvider.connect({"DOCKER_HOST": proxy.docker_host})
-        proxy.lie("DELETE", r"/containers/", answer=HTML)
-
-One connection carries one request, so that each can be lied about alone. What upgrades (an exec's streams, a websocket)
-is passed on as bytes.
+Tests speak of operations (create, get, list, destroy), and each `Dialect` knows what they are on its service's wire.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
-import ssl
-from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self
-from urllib.parse import urlsplit
-
-Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-_PAGE = b"<html><body>Your session has expired. Please log in.</body></html>"
-HTML = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (
-    len(_PAGE),
-    _PAGE,
-)
-"""What a login page or a load balancer answers in the place of the API."""
+from typing import Any, ClassVar
 
 
-def json_answer(body: bytes, status: int = 200) -> bytes:
-    head = f"HTTP/1.1 {status} Said\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    return head.encode() + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Of a service. `status` is HTTP's, or gRPC's number for it."""
+
+    status: int
+    body: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass
-class Lie:
-    """What happens to requests that match. Without `forward` the API never sees them."""
-
-    method: str
-    path: re.Pattern[str]
-    times: int | None
-    forward: bool = True
-    answer: bytes | None = None
-    """In the place of the API's own."""
-    cut: bool = False
-    """The connection ends without an answer."""
-    delay_seconds: float = 0.0
-    """Before the request is forwarded or answered."""
-    silent: bool = False
-    """No answer and no end."""
+Forward = Callable[[], Awaitable[Answer]]
+Lie = Callable[[Forward], Awaitable[Answer]]
+"""What is answered in place of the service, which `Forward` asks."""
 
 
-@dataclass
-class LyingProxy:
-    connect: Callable[[], Awaitable[Streams]]
-    requests: list[tuple[str, str]] = field(default_factory=list)
-    """Method and target of each request that came, in their order."""
+def committed(answer: Answer) -> Lie:
+    """The service does what it was asked for, and this is what is heard of it."""
 
-    def __post_init__(self) -> None:
-        self._lies: deque[Lie] = deque()
-        self._silent: set[asyncio.Task[None]] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.port = 0
+    async def lie(forward: Forward) -> Answer:
+        await forward()
+        return answer
 
-    @classmethod
-    def before_docker(cls, url: str) -> LyingProxy:
-        path = urlsplit(url).path
-        return cls(lambda: asyncio.open_unix_connection(path))
+    return lie
 
-    @classmethod
-    def before_kubernetes(cls, server: str, tls: ssl.SSLContext | None) -> LyingProxy:
-        """`tls` also proves who asks: the proxy's own clients need no certificate."""
-        parts = urlsplit(server)
-        return cls(lambda: asyncio.open_connection(parts.hostname, parts.port, ssl=tls))
 
-    @property
-    def docker_host(self) -> str:
-        return f"tcp://127.0.0.1:{self.port}"
+def undone(answer: Answer) -> Lie:
+    """The service never hears of it."""
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+    async def lie(forward: Forward) -> Answer:
+        return answer
 
-    async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accepted, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
-        return self
+    return lie
 
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def lie(self, method: str, path: str, *, times: int | None = None, **what: Any) -> Lie:
-        """The newest lie that matches counts. `times`: after so many requests it is forgotten."""
-        lie = Lie(method, re.compile(path), times, **what)
-        self._lies.appendleft(lie)
-        return lie
+def changed(change: Callable[[Answer], Answer]) -> Lie:
+    async def lie(forward: Forward) -> Answer:
+        return change(await forward())
 
-    def truth(self) -> None:
-        self._lies.clear()
+    return lie
 
-    def go_silent(self) -> None:
-        """As a firewall that has forgotten the connections it passed: those that exist carry nothing any more, in either
-        direction, and do not end. New ones work."""
-        self._silent |= self._tasks
 
-    def count(self, method: str, path: str) -> int:
-        return sum(1 for one, target in self.requests if one == method and re.search(path, target))
+class Dialect:
+    """One service's wire."""
 
-    # -- one connection
+    provider: ClassVar[str]
+    address: ClassVar[tuple[str, ...]]
+    """The variables that say where it is."""
+    grpc: ClassVar[bool] = False
+    refusals: ClassVar[tuple[int, ...]] = (400, 401, 403, 404, 409, 422, 429)
+    unreadable: ClassVar[Mapping[str, Answer]] = {
+        "page": Answer(status=200, body=b"<html>sign in</html>", headers={"Content-Type": "text/html"}),
+        "nothing": Answer(status=200),
+        "empty": Answer(status=200, body=b"{}", headers={"Content-Type": "application/json"}),
+        "list": Answer(status=200, body=b"[]", headers={"Content-Type": "application/json"}),
+        "null": Answer(status=200, body=b"null", headers={"Content-Type": "application/json"}),
+        "cut": Answer(status=200, body=b'{"id": "abc', headers={"Content-Type": "application/json"}),
+    }
 
-    async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        try:
-            # Cancelled: the proxy ends. A task of Python 3.11's server must not, or it is reported.
-            with contextlib.suppress(OSError, EOFError, asyncio.LimitOverrunError, asyncio.CancelledError):
-                await self._serve(reader, writer, task)
-        finally:
-            self._tasks.discard(task)
-            self._silent.discard(task)
-            writer.transport.abort()
+    def operation(self, method: str, path: str) -> str:
+        raise NotImplementedError
 
-    async def _serve(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, task: asyncio.Task[None]
-    ) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        method, target = head.split(b" ", 2)[:2]
-        self.requests.append((method.decode(), target.decode()))
-        upgrade = re.search(rb"(?im)^upgrade:", head) is not None
-        lie = self._lie(method.decode(), target.decode())
-        if lie is not None:
-            await asyncio.sleep(lie.delay_seconds)
-            if not lie.forward:
-                await self._answer(lie, reader, writer)
-                return
-        upstream, to_upstream = await self.connect()
-        try:
-            if not upgrade:
-                lines = [line for line in head.split(b"\r\n") if not line.lower().startswith(b"connection:")]
-                head = b"\r\n".join([lines[0], b"Connection: close", *lines[1:]])
-            to_upstream.write(head)
-            inward = asyncio.create_task(self._pass(reader, to_upstream, task))
+    def refused(self, status: int) -> Answer:
+        return self._json(status, {"code": status, "statusCode": status, "message": "not by this proxy"})
+
+    def missing(self, sandbox_id: str) -> Answer:
+        """The service's own word for a sandbox that is not there."""
+        raise NotImplementedError
+
+    def with_id(self, answer: Answer, sandbox_id: str) -> Answer:
+        raise NotImplementedError
+
+    def without_labels(self, answer: Answer) -> Answer:
+        raise NotImplementedError
+
+    @staticmethod
+    def _json(status: int, body: object) -> Answer:
+        return Answer(
+            status=status, body=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+        )
+
+    def _edited(self, answer: Answer, **fields: Any) -> Answer:
+        return self._json(answer.status, {**json.loads(answer.body), **fields})
+
+
+class E2B(Dialect):
+    provider = "e2b"
+    address = ("E2B_API_URL", "E2B_SANDBOX_URL")
+
+    def operation(self, method: str, path: str) -> str:
+        path = path.removeprefix("/v2")
+        if path == "/sandboxes":
+            return "create" if method == "POST" else "list"
+        if re.fullmatch(r"/sandboxes/[^/]+", path):
+            return {"GET": "get", "DELETE": "destroy"}.get(method, "")
+        if path == "/files" and method == "GET":
+            return "read"
+        return "start" if path.endswith("Process/Start") else ""
+
+    def missing(self, sandbox_id: str) -> Answer:
+        return self._json(404, {"code": 404, "message": f"sandbox {sandbox_id!r} not found"})
+
+    def with_id(self, answer: Answer, sandbox_id: str) -> Answer:
+        return self._edited(answer, sandboxID=sandbox_id)
+
+    def without_labels(self, answer: Answer) -> Answer:
+        return answer  # it never has any
+
+
+class Daytona(Dialect):
+    provider = "daytona"
+    address = ("DAYTONA_API_URL",)
+
+    def operation(self, method: str, path: str) -> str:
+        path = path.removeprefix("/api")
+        if path == "/sandbox":
+            return "create" if method == "POST" else "list"
+        if re.fullmatch(r"/sandbox/[^/]+", path):
+            return {"GET": "get", "DELETE": "destroy"}.get(method, "")
+        return "start" if path.endswith(("/process/execute", "/pty/create-connect")) else ""
+
+    def missing(self, sandbox_id: str) -> Answer:
+        words = f"Sandbox with ID or name {sandbox_id} not found"
+        return self._json(404, {"statusCode": 404, "error": "Not Found", "message": words})
+
+    def with_id(self, answer: Answer, sandbox_id: str) -> Answer:
+        return self._edited(answer, id=sandbox_id)
+
+    def without_labels(self, answer: Answer) -> Answer:
+        return self._edited(answer, labels={})
+
+
+class Runloop(Dialect):
+    provider = "runloop"
+    address = ("RUNLOOP_BASE_URL",)
+
+    def operation(self, method: str, path: str) -> str:
+        if path == "/v1/devboxes":
+            return "create" if method == "POST" else "list"
+        if re.fullmatch(r"/v1/devboxes/[^/]+", path) and method == "GET":
+            return "get"
+        if path.endswith("/execute_async"):
+            return "start"
+        return "destroy" if path.endswith("/shutdown") else ""
+
+    def missing(self, sandbox_id: str) -> Answer:
+        return self._json(404, {"message": f"Devbox {sandbox_id} not found"})
+
+    def with_id(self, answer: Answer, sandbox_id: str) -> Answer:
+        return self._edited(answer, id=sandbox_id)
+
+    def without_labels(self, answer: Answer) -> Answer:
+        return self._edited(answer, metadata={})
+
+
+class Modal(Dialect):
+    provider = "modal"
+    address = ("MODAL_SERVER_URL",)
+    grpc = True
+    refusals = (3, 5, 7, 8, 9, 16)
+    unreadable: ClassVar[Mapping[str, Answer]] = {
+        "nothing": Answer(status=0),
+        "noise": Answer(status=0, body=b"\xff\xff"),
+    }
+    _OPERATIONS: ClassVar[Mapping[str, str]] = {
+        "SandboxCreate": "create",
+        "SandboxTagsGet": "get",
+        "SandboxGetFromName": "list",
+        "SandboxTerminate": "destroy",
+        "SandboxGetTaskId": "start",
+    }
+
+    def operation(self, method: str, path: str) -> str:
+        return self._OPERATIONS.get(path.rpartition("/")[2].removesuffix("V2"), "")
+
+    def refused(self, status: int) -> Answer:
+        return Answer(status=status, body=b"not by this proxy")
+
+    def missing(self, sandbox_id: str) -> Answer:
+        return Answer(status=5, body=f"Sandbox {sandbox_id} not found".encode())
+
+    def with_id(self, answer: Answer, sandbox_id: str) -> Answer:
+        from modal_proto import api_pb2
+
+        message = api_pb2.SandboxCreateResponse.FromString(answer.body)
+        message.sandbox_id = sandbox_id
+        return Answer(status=0, body=message.SerializeToString())
+
+    def without_labels(self, answer: Answer) -> Answer:
+        return answer  # it never has any
+
+
+class CoreWeave(Dialect):
+    provider = "coreweave"
+    address = ("CWSANDBOX_BASE_URL",)
+    grpc = True
+    refusals = (3, 5, 6, 7, 8, 9, 16)
+    unreadable = Modal.unreadable
+    _OPERATIONS: ClassVar[Mapping[str, str]] = {
+        "CreateSandbox": "create",
+        "GetSandbox": "get",
+        "ListSandboxes": "list",
+        "DeleteSandbox": "destroy",
+        "StreamExec": "start",
+    }
+
+    def operation(self, method: str, path: str) -> str:
+        return self._OPERATIONS.get(path.rpartition("/")[2], "")
+
+    def refused(self, status: int) -> Answer:
+        return Answer(status=status, body=b"not by this proxy")
+
+    def missing(self, sandbox_id: str) -> Answer:
+        """As the provider sees it: the reason, too, that the service sends in the details."""
+        return Answer(status=5, body=f"sandbox {sandbox_id} not found (CWSANDBOX_SANDBOX_NOT_FOUND)".encode())
+
+    def with_id(self, answer: Answer, sandbox_id: str) -> Answer:
+        return self._message(answer, sandbox_id=sandbox_id)
+
+    def without_labels(self, answer: Answer) -> Answer:
+        return self._message(answer, tags=False)
+
+    def _message(self, answer: Answer, *, sandbox_id: str = "", tags: bool = True) -> Answer:
+        from cwsandbox._proto import sandbox_pb2
+
+        message = sandbox_pb2.Sandbox.FromString(answer.body)
+        message.sandbox_id = sandbox_id or message.sandbox_id
+        if not tags:
+            del message.spec.tags[:]
+        return Answer(status=0, body=message.SerializeToString())
+
+
+DIALECTS: dict[str, Dialect] = {
+    one.provider: one for one in (E2B(), Daytona(), Runloop(), Modal(), CoreWeave())
+}
+
+
+class Proxy:
+    """What passes, by operation, and what is said instead."""
+
+    def __init__(self, dialect: Dialect, service: str) -> None:
+        self.dialect, self.service = dialect, service
+        self.url = ""
+        self.lies: dict[str, Lie] = {}
+        self.answers: dict[str, list[Answer]] = {}
+        """What the service answered itself, by operation."""
+        self.paths: list[str] = []
+
+    async def answer(self, operation: str, forward: Forward) -> Answer:
+        async def asked() -> Answer:
+            answer = await forward()
+            self.answers.setdefault(operation, []).append(answer)
+            return answer
+
+        lie = self.lies.get(operation)
+        return await (lie(asked) if lie is not None else asked())
+
+
+@asynccontextmanager
+async def proxying(
+    provider: str, environment: Mapping[str, str]
+) -> AsyncIterator[tuple[Proxy, dict[str, str]]]:
+    """A proxy before the emulator, and the environment that leads through it."""
+    dialect = DIALECTS[provider]
+    address = environment[dialect.address[0]]
+    origin = re.match(r"https?://[^/]+", address)
+    assert origin is not None
+    proxy = Proxy(dialect, origin[0])
+    serving = _serving_grpc(proxy) if dialect.grpc else _serving_http(proxy)
+    async with serving as url:
+        proxy.url = url
+        through = {name: environment[name].replace(proxy.service, url) for name in dialect.address}
+        yield proxy, {**environment, **through}
+
+
+_HOPS = ("connection", "transfer-encoding", "content-length", "host", "keep-alive", "content-encoding")
+
+
+@asynccontextmanager
+async def _serving_http(proxy: Proxy) -> AsyncIterator[str]:
+    from aiohttp import ClientSession, ClientTimeout, web
+
+    session = ClientSession(timeout=ClientTimeout(), auto_decompress=False)
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        proxy.paths.append(request.raw_path)
+        operation = proxy.dialect.operation(request.method, request.path)
+        body = await request.read()
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOPS}
+
+        async def forward() -> Answer:
+            url = proxy.service + request.raw_path
+            async with session.request(
+                request.method, url, headers=headers, data=body, allow_redirects=False
+            ) as got:
+                kept = {name: value for name, value in got.headers.items() if name.lower() not in _HOPS}
+                return Answer(status=got.status, body=await got.read(), headers=kept)
+
+        answer = await proxy.answer(operation, forward)
+        if answer.status == 0:  # close-delimited, and cut where the body ends
+            assert request.transport is not None
+            request.transport.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + answer.body)
+            request.transport.close()
+            return web.Response()
+        return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
+
+    app = web.Application(client_max_size=1 << 30)
+    app.router.add_route("*", "/{path:.*}", handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+        await session.close()
+
+
+@asynccontextmanager
+async def _serving_grpc(proxy: Proxy) -> AsyncIterator[str]:
+    import grpc
+
+    options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+    options.append(("grpc.use_local_subchannel_pool", 1))
+    channel = grpc.aio.insecure_channel(proxy.service.removeprefix("http://"), options=options)
+    codes = {code.value[0]: code for code in grpc.StatusCode}
+
+    def metadata(context: Any) -> list[tuple[str, Any]]:
+        ours = ("user-agent", "grpc-accept-encoding", "te", "content-type")
+        return [(name, value) for name, value in context.invocation_metadata() if name not in ours]
+
+    def handler(path: str) -> Any:
+        operation = proxy.dialect.operation("", path)
+
+        async def one(request: bytes, context: Any) -> bytes:
+            proxy.paths.append(path)
+            details: Any = ()
+
+            async def forward() -> Answer:
+                nonlocal details
+                try:
+                    return Answer(
+                        status=0, body=await channel.unary_unary(path)(request, metadata=metadata(context))
+                    )
+                except grpc.aio.AioRpcError as error:
+                    details = error.trailing_metadata()
+                    return Answer(status=error.code().value[0], body=(error.details() or "").encode())
+
+            answer = await proxy.answer(operation, forward)
+            if answer.status:
+                await context.abort(codes[answer.status], answer.body.decode(), tuple(details))
+            return answer.body
+
+        async def many(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+            proxy.paths.append(path)
+            if operation in proxy.lies:
+                await proxy.lies[operation](_never)
+            call = channel.stream_stream(path)(requests, metadata=metadata(context))
             try:
-                if lie is not None and (lie.answer is not None or lie.cut or lie.silent):
-                    while await upstream.read(1 << 16):  # the API has done it
-                        pass
-                    await self._answer(lie, reader, writer)
-                else:
-                    await self._pass(upstream, writer, task)
-            finally:
-                inward.cancel()
-        finally:
-            to_upstream.transport.abort()
+                async for answer in call:
+                    yield answer
+            except grpc.aio.AioRpcError as error:
+                await context.abort(
+                    error.code(), error.details() or "", tuple(error.trailing_metadata() or ())
+                )
 
-    def _lie(self, method: str, target: str) -> Lie | None:
-        for lie in self._lies:
-            if lie.method == method and lie.path.search(target):
-                if lie.times is not None:
-                    lie.times -= 1
-                    if lie.times <= 0:
-                        self._lies.remove(lie)
-                return lie
-        return None
+        if operation and operation != "start":
+            return grpc.unary_unary_rpc_method_handler(one)
+        return grpc.stream_stream_rpc_method_handler(many)
 
-    async def _answer(self, lie: Lie, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if lie.silent:
-            await asyncio.Event().wait()
-        if lie.answer is not None and not lie.cut:
-            writer.write(lie.answer)
-            await writer.drain()
-            writer.write_eof()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(5):  # until it has been read
-                    while await reader.read(1 << 16):
-                        pass
+    class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
+        def service(self, details: Any) -> Any:
+            return handler(details.method)
 
-    async def _pass(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, task: asyncio.Task[None]
-    ) -> None:
-        with contextlib.suppress(OSError):
-            while data := await reader.read(1 << 16):
-                if task in self._silent:
-                    await asyncio.Event().wait()
-                writer.write(data)
-                await writer.drain()
-            if task in self._silent:
-                await asyncio.Event().wait()
-            if writer.can_write_eof():
-                writer.write_eof()
+    server = grpc.aio.server(options=options)
+    server.add_generic_rpc_handlers((Handlers(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        with contextlib.suppress(Exception):
+            await server.stop(0)
+        await channel.close()
+
+
+async def _never() -> Answer:
+    await asyncio.Event().wait()
+    raise AssertionError

@@ -30,7 +30,7 @@ from tests.container_engine import (
     import_bare_image,
     needs_docker,
 )
-from tests.lying_proxy import HTML, LyingProxy, json_answer
+from tests.lying_engine import HTML, LyingProxy, json_answer
 
 from lowtide.errors import (
     SandboxFailedError,
@@ -46,7 +46,7 @@ from lowtide.providers.inside import link
 
 pytestmark = pytest.mark.timeout(180)
 
-FULL = Network(mode=NetworkMode.FULL)
+FULL = Network(mode=NetworkMode.INTERNET)
 
 
 @asynccontextmanager
@@ -386,7 +386,7 @@ from lowtide.providers.base import Network, NetworkMode
 
 async def main():
     async with boxes_on(sys.argv[1]) as boxes:
-        full = Network(mode=NetworkMode.FULL)
+        full = Network(mode=NetworkMode.INTERNET)
         print(len(await asyncio.gather(*(boxes.make(network=full, image=sys.argv[2]) for _ in range(10)))))
 
 asyncio.run(main())

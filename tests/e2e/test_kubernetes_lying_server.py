@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.kubernetes_node import IMAGE, Node, needs_node
-from tests.lying_proxy import HTML, LyingProxy, json_answer
+from tests.lying_engine import HTML, LyingProxy, json_answer
 
 from lowtide.errors import SandboxUnavailableError, ValidationError
 from lowtide.providers.base import ProcessSpec

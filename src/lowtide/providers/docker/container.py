@@ -31,7 +31,7 @@ def volume_name(architecture: str) -> str:
 
 def has_network(spec: SandboxSpec) -> bool:
     """Whether it is on the engine's network that lowtide makes."""
-    return spec.network is not None and spec.network.mode is NetworkMode.FULL
+    return spec.network is not None and spec.network.mode is NetworkMode.INTERNET
 
 
 def create_body(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import SandboxFailedError, UnsupportedError
+from lowtide.providers.base import Network
 from lowtide.providers.docker import container
 from lowtide.providers.docker.access import Endpoint
 from lowtide.providers.docker.client import EngineClient, is_engine_id
@@ -71,13 +72,13 @@ def check(endpoint: Endpoint) -> None:
         raise _unsupported("only root may enter a container's network")
 
 
-async def open_way(sandbox_id: str, facts: Mapping[str, Any], allow: tuple[str, ...]) -> None:
+async def connect(sandbox_id: str, facts: Mapping[str, Any], network: Network, denied: Path) -> None:
     """Serve the network of a running container, as the engine describes it."""
     pid = int(facts.get("State", {}).get("Pid") or 0)
     # An engine in a virtual machine counts processes of its own: the number would be somebody else's here.
     if not pid or not _is_container(pid, str(facts["Id"])):
         raise _unsupported("the container's processes are not on this machine")
-    await start.start("docker", sandbox_id, pid, _start_time(pid), allow)
+    await start.start("docker", sandbox_id, pid, _start_time(pid), network, denied)
 
 
 def _start_time(pid: int) -> int:

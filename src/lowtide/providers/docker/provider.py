@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import contextlib
 import json
 import logging
@@ -15,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from lowtide import machine
 from lowtide.errors import (
     LowtideError,
     RequestTimeoutError,
@@ -25,6 +27,7 @@ from lowtide.errors import (
 from lowtide.providers import hosted
 from lowtide.providers.base import (
     Capability,
+    DeniedConnection,
     Labels,
     ProcessSpec,
     Recovery,
@@ -43,6 +46,7 @@ from lowtide.providers.docker.create import Creation, check_gvisor
 from lowtide.providers.docker.errors import SERVICE, mapped
 from lowtide.providers.docker.options import DockerOptions
 from lowtide.providers.inside import Clients, InsideProcess, program
+from lowtide.providers.network.denied import DeniedFiles
 
 if TYPE_CHECKING:
     from lowtide.providers.docker.images import PullProgress
@@ -68,9 +72,10 @@ class DockerProvider(hosted.Hosted):
         Capability.MEMORY_LIMIT,
         Capability.PIDS_LIMIT,
         Capability.NETWORK_NONE,
-        Capability.NETWORK_FULL,
+        Capability.NETWORK_INTERNET,
         Capability.NETWORK_ALLOW,  # where the engine is on this machine, for root
         Capability.NETWORK_PORTS,
+        Capability.DENIED_CONNECTIONS,
         Capability.GVISOR,  # where the engine knows its runtime
         Capability.SNAPSHOT,
         Capability.PAUSE,
@@ -168,7 +173,9 @@ class DockerProvider(hosted.Hosted):
         self._containers[spec.lease_id] = creation.container_id
         if allow:
             with suppress(SandboxNotFoundError):  # its main command has ended already
-                await network.open_way(spec.lease_id, await self.inspect(spec.lease_id), allow)
+                assert spec.network is not None
+                denied = self._denied_files().prepare(spec.lease_id)
+                await network.connect(spec.lease_id, await self.inspect(spec.lease_id), spec.network, denied)
         info = self._ours[spec.lease_id] = container.created_now(spec)
         return info
 
@@ -213,6 +220,20 @@ class DockerProvider(hosted.Hosted):
             task = self._pulls[image] = client.loop.create_task(work)
             task.add_done_callback(lambda _: self._pulls.pop(image, None))
         await asyncio.shield(task)
+
+    async def has_image(self, image: str) -> bool:
+        """Whether `image` is on the engine."""
+        import aiodocker
+
+        client = await self.client()
+        with mapped():
+            try:
+                await client.docker.images.inspect(image)
+            except aiodocker.DockerError as error:
+                if error.status != 404:
+                    raise
+                return False
+        return True
 
     # -- looking
 
@@ -363,6 +384,13 @@ class DockerProvider(hosted.Hosted):
         self._forget(sandbox_id)
         return True
 
+    def _denied_files(self) -> DeniedFiles:
+        return DeniedFiles(machine.home() / "docker" / "denied")
+
+    async def denied_connections(self, sandbox_id: str) -> builtins.list[DeniedConnection]:
+        """What an allow-list refused, oldest first; also after the sandbox's end, for a week."""
+        return self._denied_files().read(checked_id(sandbox_id))
+
     async def _until_removed(self, client: EngineClient, sandbox_id: str, container_id: str) -> None:
         """The engine is removing it already. Only its absence is proof."""
         deadline = time.monotonic() + 60
@@ -380,6 +408,7 @@ class DockerProvider(hosted.Hosted):
     def _forget(self, sandbox_id: str) -> None:
         self._ours.pop(sandbox_id, None)
         self._containers.pop(sandbox_id, None)
+        self._denied_files().settle(sandbox_id)
 
     def _let_go(self, sandbox_id: str) -> None:
         self.forget_calls(sandbox_id)
