@@ -189,6 +189,26 @@ async def test_an_inspect_that_describes_another_container_is_not_believed() -> 
 
 
 @needs_docker[1]
+async def test_a_not_found_that_names_another_container_is_no_end() -> None:
+    """One that names the container by the engine's id is, which is another one than ours."""
+    async with behind_proxy() as (boxes, proxy):
+        box = await boxes.make()
+        real = identity(DOCKER, box)
+
+        def missing(named: str) -> bytes:
+            return json_answer(json.dumps({"message": f"No such container: {named}"}).encode(), 404)
+
+        for method in ("DELETE", "GET"):
+            proxy.lie(method, f"/containers/{real}", forward=False, answer=missing("f" * 64))
+            with pytest.raises(SandboxUnavailableError, match="another container"):
+                await boxes.provider.destroy(box)
+            assert exists(DOCKER, real)
+        proxy.truth()
+        docker(DOCKER, "rm", "-f", box)
+        assert await boxes.provider.destroy(box) is False
+
+
+@needs_docker[1]
 async def test_a_connection_that_goes_silent_is_replaced_and_commands_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -273,7 +293,14 @@ def new_engine() -> Iterator[str]:
 
     try:
         start("socat", f"UNIX-LISTEN:{home}/registry,fork", f"TCP:127.0.0.1:{port}")
-        engine = start("unshare", "--mount", "--net", "sh", "-c", script, "sh", *arguments)
+        engine = start(
+            *("setpriv", "--pdeathsig", "TERM", "unshare", "--mount", "--net"),
+            "sh",
+            "-c",
+            script,
+            "sh",
+            *arguments,
+        )
         for _ in range(300):
             with contextlib.suppress(subprocess.CalledProcessError):
                 docker(url, "version")
