@@ -33,6 +33,7 @@ from tests.container_engine import (
 from tests.lying_engine import HTML, LyingProxy, json_answer
 
 from lowtide.errors import (
+    SandboxError,
     SandboxFailedError,
     SandboxNotFoundError,
     SandboxUnavailableError,
@@ -351,6 +352,17 @@ needs_own_engine = [
 class TestANewEngine:
     pytestmark = needs_own_engine
 
+    async def test_a_first_create_finds_no_image_no_network_and_no_program(
+        self, new_engine: str, registry_image: str
+    ) -> None:
+        for what in ("network", "volume"):
+            for one in docker(new_engine, what, "ls", "-q", "--filter", "label=lowtide-cache").split():
+                docker(new_engine, what, "rm", one)
+        assert networks(new_engine) == []
+        async with boxes_on(new_engine) as boxes:
+            box = await boxes.make(network=FULL, image=registry_image)
+            assert await boxes.provider.destroy(box) is True
+
     async def test_thirty_first_creates_at_once_find_no_image_no_network_and_no_program(
         self, new_engine: str, registry_image: str
     ) -> None:
@@ -448,6 +460,42 @@ async def test_an_image_whose_passwd_blocks_the_engine_is_refused_before_it_is_s
             assert await boxes.provider.find(spec) is None
     finally:
         docker(DOCKER, "rmi", image)
+
+
+@needs_docker[1]
+async def test_no_snapshot_is_made_that_would_block_the_engine() -> None:
+    async with boxes_on(DOCKER) as boxes:
+        box = await boxes.make()
+        script = "cp /etc/passwd /kept; rm /etc/passwd; mkfifo /etc/passwd"
+        assert (await boxes.run(box, "sh", "-c", script))[0] == 0
+        before = await boxes.provider.list_snapshots()
+        with pytest.raises(SandboxError, match="/etc/passwd"):
+            await boxes.provider.snapshot(box, "blocks")
+        assert set(await boxes.provider.list_snapshots()) <= set(before)
+        assert (await boxes.run(box, "sh", "-c", "rm /etc/passwd; mv /kept /etc/passwd"))[0] == 0
+        snapshot = await boxes.provider.snapshot(box, "starts")
+        assert await boxes.provider.delete_snapshot(snapshot)
+
+
+@needs_docker[1]
+async def test_a_passwd_that_becomes_a_fifo_costs_later_users_a_bounded_wait_and_the_end_no_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine reads it for every new channel into the sandbox."""
+    monkeypatch.setattr("lowtide.providers.docker.provider._RESTART_SECONDS", 3.0)
+    async with boxes_on(DOCKER) as boxes:
+        box = await boxes.make()
+        assert (await boxes.run(box, "sh", "-c", "rm /etc/passwd; mkfifo /etc/passwd"))[0] == 0
+        second = DockerProvider.connect({**os.environ, "DOCKER_HOST": boxes.url})
+        try:
+            async with asyncio.timeout(60):
+                with pytest.raises(SandboxUnavailableError):
+                    await second.start_process(box, ProcessSpec(argv=("true",)))
+                assert (await second.get(box)).state is SandboxState.RUNNING
+                assert await second.destroy(box) is True
+        finally:
+            await second.aclose()
+        assert await boxes.gone(box)
 
 
 @pytest.mark.parametrize("name", ["LOWTIDE_KEY", "LOWTIDE_FIRST"])
