@@ -45,7 +45,7 @@ class CoreWeaveProvider(hosted.Hosted):
         Capability.CPU_LIMIT,
         Capability.MEMORY_LIMIT,
         Capability.NETWORK_NONE,
-        Capability.NETWORK_FULL,
+        Capability.NETWORK_INTERNET,
         Capability.NETWORK_ALLOW,
         Capability.NETWORK_PORTS,  # of a name: 443 only
         Capability.GVISOR,

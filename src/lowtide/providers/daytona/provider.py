@@ -47,7 +47,7 @@ class DaytonaProvider(BulkFiles, hosted.Hosted):
         Capability.MEMORY_LIMIT,
         Capability.DISK_LIMIT,
         Capability.NETWORK_NONE,
-        Capability.NETWORK_FULL,
+        Capability.NETWORK_INTERNET,
         Capability.NETWORK_ALLOW,
         Capability.SNAPSHOT,
         Capability.PAUSE,

@@ -50,7 +50,7 @@ class E2BProvider(Snapshots, BulkFiles, hosted.Hosted):
 
     name: ClassVar[str] = "e2b"
     capabilities: ClassVar[frozenset[Capability]] = hosted.INSIDE | {
-        *(Capability.USER, Capability.NETWORK_NONE, Capability.NETWORK_FULL, Capability.NETWORK_ALLOW),
+        *(Capability.USER, Capability.NETWORK_NONE, Capability.NETWORK_INTERNET, Capability.NETWORK_ALLOW),
         *(Capability.SNAPSHOT, Capability.PAUSE, Capability.LIFETIME, Capability.RENEW, Capability.CODE),
     }
     traits: ClassVar[Traits] = Traits(

@@ -53,7 +53,7 @@ class ModalProvider(hosted.Hosted):
         Capability.CPU_LIMIT,
         Capability.MEMORY_LIMIT,
         Capability.NETWORK_NONE,
-        Capability.NETWORK_FULL,
+        Capability.NETWORK_INTERNET,
         Capability.NETWORK_ALLOW,
         Capability.LIFETIME,
         Capability.RENEW,

@@ -49,7 +49,7 @@ class RunloopProvider(BulkFiles, hosted.Hosted):
 
     name: ClassVar[str] = PROVIDER
     capabilities: ClassVar[frozenset[Capability]] = hosted.INSIDE | {
-        Capability.NETWORK_FULL,
+        Capability.NETWORK_INTERNET,
         *(Capability.SNAPSHOT, Capability.PAUSE, Capability.LIFETIME, Capability.RENEW),
     }
     traits: ClassVar[Traits] = Traits(
