@@ -22,7 +22,7 @@ from lowtide.errors import LowtideError, SandboxUnavailableError
 from lowtide.lifecycle.lease import Lease, LeaseState
 from lowtide.lifecycle.leases import Lifecycle
 from lowtide.lifecycle.sqlite_ledger import SqliteLedger
-from lowtide.providers.base import SandboxSpec
+from lowtide.providers.base import SandboxInfo, SandboxSpec
 from lowtide.providers.registry import provider_class
 
 pytestmark = pytest.mark.timeout(180)
@@ -118,11 +118,13 @@ async def test_a_create_that_is_refused_after_the_service_has_committed_leaves_n
 
     world.proxy.lies["create"] = refuse
     raised = await asyncio.gather(*(world.create() for _ in list(refusals)), return_exceptions=True)
-    assert all(isinstance(one, LowtideError) for one in raised), raised
+    # A conflict may be this lease's own sandbox, found again by its name.
+    assert all(isinstance(one, LowtideError | SandboxInfo) for one in raised), raised
+    assert sum(isinstance(one, LowtideError) for one in raised) >= len(raised) - 1, raised
     assert len(world.proxy.answers["create"]) >= len(raised)
     del world.proxy.lies["create"]
     await world.until_settled()
-    assert world.alive() == set()
+    assert world.alive() == {one.sandbox_id for one in raised if isinstance(one, SandboxInfo)}
 
 
 async def test_an_answer_with_the_sandbox_of_another_lease_is_not_used(world: World) -> None:
