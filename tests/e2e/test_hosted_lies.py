@@ -40,7 +40,7 @@ pytestmark = pytest.mark.timeout(180)
 
 WINDOW_SECONDS = 4.0
 LAG_SECONDS = 2.0
-_PATH = "/tmp/file"  # noqa: S108 - of the sandbox
+_PATH = "/tmp/file"
 _EMULATORS: dict[str, Any] = {
     "e2b": e2b_emulator,
     "daytona": daytona_emulator,
@@ -262,7 +262,7 @@ async def test_a_proxys_not_found_is_no_missing_file(world: World) -> None:
         world.proxy.lies["read"] = undone(Answer(status=404, body=body))
         assert await _read(world, made.sandbox_id) == _CONTENT
         with pytest.raises(SandboxFileNotFoundError):
-            await _read(world, made.sandbox_id, "/tmp/missing")  # noqa: S108 - of the sandbox
+            await _read(world, made.sandbox_id, "/tmp/missing")
 
 
 @pytest.mark.parametrize("kept", [0, 1 << 10, 200 << 10])
