@@ -30,6 +30,7 @@ COMMANDS = {
     "sweep": "Find orphans and end those that may be ended.",
     "adopt": "Keep a sandbox alive beyond its owner, until a time.",
     "history": "What happened to a sandbox, step by step.",
+    "report": "Sandboxes, hours, estimated costs, and what clean-up saved.",
     "guardian": "The process that ends what crashed owners left.",
     "doctor": "What this machine can and cannot do, with the fix for each.",
     "providers": "List the providers and what each can do.",
