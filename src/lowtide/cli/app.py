@@ -20,6 +20,7 @@ COMMANDS = {
     "exec": "Run a command in a sandbox that exists.",
     "shell": "Open a terminal in a sandbox, new or existing.",
     "ls": "List sandboxes: state, owner, age, expiry.",
+    "top": "Watch every sandbox live: state, owner, age, cost; stop, keep, enter.",
     "stop": "End sandboxes gracefully; the keep policy holds.",
     "rm": "Delete sandboxes, kept or not.",
     "cp": "Copy files or directories into or out of a sandbox.",

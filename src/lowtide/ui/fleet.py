@@ -6,7 +6,7 @@ and again, for the live views: it asks each provider in the background, so that 
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -49,6 +49,8 @@ class Row:
     created_at: float | None
     expires_at: float | None
     kept_until: float | None
+    owner_alive: bool | None = None
+    """Whether the owner's process lived when the row was read; None where that cannot be seen from here."""
     lease_id: str | None = None
     session: str | None = None
     reason: str | None = None
@@ -61,7 +63,7 @@ class Row:
             "provider": self.provider,
             "state": self.state,
             "tags": list(self.tags),
-            "owner": {"host": owner.host, "pid": owner.pid, "alive": owner.alive()} if owner else None,
+            "owner": {"host": owner.host, "pid": owner.pid, "alive": self.owner_alive} if owner else None,
             "created_at": _iso(self.created_at),
             "expires_at": _iso(self.expires_at),
             "kept_until": _iso(self.kept_until),
@@ -84,7 +86,7 @@ class Row:
             return "elsewhere"
         if self.kept_until is not None:
             return "none"
-        return {True: "alive", False: "dead", None: "unknown"}[self.owner.alive()]
+        return {True: "alive", False: "dead", None: "unknown"}[self.owner_alive]
 
     @property
     def owner_text(self) -> str:
@@ -104,7 +106,7 @@ def rows(*, provider: str | None, tags: tuple[str, ...], ended: int = 0) -> list
     if provider is None:
         ledger = SqliteLedger(home() / "ledger.db")
         try:
-            shown = [_from_lease(lease, None) for lease in _now(leases(ledger, None, tags, ended))]
+            shown = _from_leases(_now(leases(ledger, None, tags, ended)), {})
         finally:
             ledger.close()
     else:
@@ -144,11 +146,9 @@ class Fleet:
 
         found = await leases(lifecycle().ledger, self.provider, self.tags, self.ended)
         seen = {(name, info.sandbox_id): info for name, infos in self._seen.items() for info in infos}
-        shown = [
-            _from_lease(lease, seen.pop((lease.provider, lease.sandbox_id or ""), None)) for lease in found
-        ]
+        shown = _from_leases(found, seen)
         known = {(row.provider, row.id) for row in shown}
-        # A sandbox that ended since the provider was asked is in the ledger, but not among the newest `ended`.
+        # A sandbox can have ended since its provider was asked, with a lease older than the newest `ended`.
         shown += [_from_info(name, info) for (name, id), info in seen.items() if (name, id) not in known]
         return _sorted(shown)
 
@@ -241,9 +241,10 @@ async def _with_provider(name: str, tags: tuple[str, ...], ended: int) -> list[R
 
     known = await leases(lifecycle().ledger, name, tags, ended)
     place = registry.provider(name)
-    seen = {info.sandbox_id: info for info in await _listed(place, tags)}
-    shown = [_from_lease(lease, seen.pop(lease.sandbox_id or "", None)) for lease in known]
-    return shown + [_from_info(place.name, info) for info in seen.values()]
+    seen = {(name, info.sandbox_id): info for info in await _listed(place, tags)}
+    shown = _from_leases(known, seen)
+    found = {row.id for row in shown}
+    return shown + [_from_info(name, info) for info in seen.values() if info.sandbox_id not in found]
 
 
 async def _listed(place: Provider, tags: Sequence[str]) -> list[SandboxInfo]:
@@ -258,7 +259,18 @@ async def _listed(place: Provider, tags: Sequence[str]) -> list[SandboxInfo]:
     return found
 
 
-def _from_lease(lease: Lease, info: SandboxInfo | None) -> Row:
+def _from_leases(found: Iterable[Lease], seen: Mapping[tuple[str, str], SandboxInfo]) -> list[Row]:
+    alive: dict[Owner, bool | None] = {}  # one look at each owner, however many sandboxes it has
+    shown = []
+    for lease in found:
+        if lease.owner not in alive:
+            alive[lease.owner] = lease.owner.alive()
+        info = seen.get((lease.provider, lease.sandbox_id or ""))
+        shown.append(_from_lease(lease, info, alive[lease.owner]))
+    return shown
+
+
+def _from_lease(lease: Lease, info: SandboxInfo | None, owner_alive: bool | None) -> Row:
     state = STATE_NAMES[lease.state]
     if lease.state is LeaseState.LIVE and info is not None:
         state = str(info.state)
@@ -271,6 +283,7 @@ def _from_lease(lease: Lease, info: SandboxInfo | None) -> Row:
         state=state,
         tags=lease.tags,
         owner=lease.owner,
+        owner_alive=owner_alive,
         created_at=lease.created_at,
         expires_at=expires_at,
         kept_until=lease.kept_until,
