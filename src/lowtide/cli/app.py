@@ -21,6 +21,7 @@ COMMANDS = {
     "shell": "Open a terminal in a sandbox, new or existing.",
     "ls": "List sandboxes: state, owner, age, expiry.",
     "top": "Watch every sandbox live: state, owner, age, cost; stop, keep, enter.",
+    "ui": "Serve a page on loopback that shows every sandbox live.",
     "stop": "End sandboxes gracefully; the keep policy holds.",
     "rm": "Delete sandboxes, kept or not.",
     "cp": "Copy files or directories into or out of a sandbox.",
