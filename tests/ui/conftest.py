@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -13,7 +14,9 @@ from lowtide.lifecycle.leases import lifecycle
 from lowtide.lifecycle.owner import Owner
 from lowtide.testing.faulty import FaultyService
 
-Fill = Callable[[int], list[Lease]]
+
+class Fill(Protocol):
+    def __call__(self, count: int, name: str = "faulty") -> list[Lease]: ...
 
 
 @pytest.fixture
@@ -27,7 +30,7 @@ def fill(service: FaultyService) -> Iterator[Fill]:
     """Write this many live leases, and settle them after the test: nothing stands behind them."""
     written: list[Lease] = []
 
-    def fill(count: int) -> list[Lease]:
+    def fill(count: int, name: str = "faulty") -> list[Lease]:
         ledger = lifecycle().ledger
         leases = [
             Lease(
@@ -37,8 +40,8 @@ def fill(service: FaultyService) -> Iterator[Fill]:
                 owner=Owner.current(),
                 ledger_id=ledger.ledger_id,
                 state=LeaseState.LIVE,
-                sandbox_id=f"faulty-{number:04d}",
-                tags=(f"job-{number % 10}",),
+                sandbox_id=f"{name}-{number:04d}",
+                tags=(f"job-{number % 10}", *([f"{name}-tag"] if name != "faulty" else [])),
             )
             for number in range(count)
         ]

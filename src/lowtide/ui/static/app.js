@@ -391,9 +391,11 @@ function files(base) {
   const form = h("form", { class: "bar" }, where, h("button", {}, "Open"));
   form.addEventListener("submit", (event) => { event.preventDefault(); open(where.value); });
 
+  let asked = 0; // an answer that comes after a later question is dropped
   async function open(path) {
+    const mine = ++asked;
     const found = await attempt(() => api(`${base}/files?path=${encodeURIComponent(path)}`));
-    if (!found) return;
+    if (!found || mine !== asked) return;
     where.value = path;
     const up = path.replace(/\/+[^/]*\/*$/, "") || "/";
     const entry = (one) => h("tr", {}, h("td", {}, h("button", { type: "button", onclick: () => (one.kind === "directory" ? open(one.path) : look(one)) }, one.name + (one.kind === "directory" ? "/" : ""), one.target ? ` → ${one.target}` : "")),
@@ -403,9 +405,10 @@ function files(base) {
   }
 
   async function look(one) {
+    const mine = ++asked;
     const query = `path=${encodeURIComponent(one.path)}`;
     const found = await attempt(() => api(`${base}/file?${query}`));
-    if (!found) return;
+    if (!found || mine !== asked) return;
     const content = found.image ? h("img", { class: "preview", src: `${base}/image?${query}`, alt: one.name }) : h("pre", {}, found.binary ? "binary file" : found.text);
     preview.replaceChildren(h("p", {}, h("code", {}, one.path), found.more ? " (the beginning)" : ""), content);
   }
