@@ -73,8 +73,8 @@ def served() -> Iterator[Served]:
     process = subprocess.Popen(
         [sys.executable, "-m", "lowtide", "ui", "--no-open"], stdout=subprocess.PIPE, text=True
     )
+    assert process.stdout is not None
     try:
-        assert process.stdout is not None
         yield Served(process, found_link(process.stdout.readline()))
     finally:
         process.terminate()
