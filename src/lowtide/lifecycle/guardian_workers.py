@@ -44,7 +44,7 @@ T = TypeVar("T")
 IDLE_SECONDS = 30.0
 ANSWER_SECONDS = 180.0
 """More than any job may take: a worker that has not answered by then never will."""
-LEAVE_SECONDS = 4.0
+LEAVE_SECONDS = 3.0
 """For the workers to end when the guardian leaves."""
 
 
