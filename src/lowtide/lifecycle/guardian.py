@@ -44,6 +44,8 @@ STAY_SECONDS = 600.0
 """For a kept sandbox that is due within this the guardian stays, even if its provider ends it as well."""
 TERM_SECONDS = 20.0
 """How long a terminated guardian may go on with what dead owners have left."""
+CLOSE_SECONDS = 5.0
+"""Of these, what it has for closing after it has given up what dead owners have left."""
 END_SECONDS = 120.0
 AT_ONCE = 64
 
@@ -320,12 +322,14 @@ class Guardian:
         if not busy:
             return False
         if self._out_of_time():
-            log.warning("not finished in %g s: %d leases are left to the next", TERM_SECONDS, len(left))
+            log.warning("not finished in time: %d leases are left to the next", len(left))
             return False
         return True
 
     def _out_of_time(self) -> bool:
-        return self.terminated_at is not None and clock.seconds() - self.terminated_at > TERM_SECONDS
+        return self.terminated_at is not None and (
+            clock.seconds() - self.terminated_at > TERM_SECONDS - CLOSE_SECONDS
+        )
 
     def _why_it_leaves(self) -> str:
         if self.terminated_at is not None:

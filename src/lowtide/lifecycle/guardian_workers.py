@@ -44,8 +44,8 @@ T = TypeVar("T")
 IDLE_SECONDS = 30.0
 ANSWER_SECONDS = 180.0
 """More than any job may take: a worker that has not answered by then never will."""
-LEAVE_SECONDS = 30.0
-"""For a worker to end when the guardian leaves."""
+LEAVE_SECONDS = 3.0
+"""For the workers to end when the guardian leaves."""
 
 
 class NoCredentials(LowtideError):
@@ -140,8 +140,7 @@ class Workers:
 
     async def aclose(self, accounts: Iterable[tuple[str, str]] = ()) -> None:
         """`accounts`: besides those that owners told of, all whose providers may have something to tidy up."""
-        for worker in self._workers.values():
-            await worker.aclose()
+        await asyncio.gather(*(worker.aclose() for worker in self._workers.values()))
         for key in (self._known.keys() | set(accounts)) - self._light.keys():
             # One that had nothing to end here: its owners may have left more than sandboxes (rooms of `local`),
             # which closing it tidies up.
