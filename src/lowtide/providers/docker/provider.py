@@ -85,6 +85,7 @@ class DockerProvider(hosted.Hosted):
     }
     traits: ClassVar[Traits] = Traits(
         recovery=Recovery.BY_NAME,
+        offline=True,
         # gVisor has a network stack of its own: what is set up in the namespace behind it has no effect inside.
         gvisor_lacks=frozenset({Capability.NETWORK_ALLOW}),
     )

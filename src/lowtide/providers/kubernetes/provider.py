@@ -57,6 +57,7 @@ class KubernetesProvider(hosted.Hosted):
     }
     traits: ClassVar[Traits] = Traits(
         recovery=Recovery.BY_NAME,
+        offline=True,
         recovery_options=("namespace",),
         create_window_seconds=60.0,  # the API server's own limit for a request
         max_lifetime_seconds=float(pod.MAX_LIFETIME_SECONDS),
