@@ -399,6 +399,14 @@ def networks(url: str) -> list[str]:
     return docker(url, "network", "ls", "-q", "--no-trunc", "--filter", f"name=^{NETWORK}$").split()
 
 
+def make_network(url: str) -> None:
+    """One more of lowtide's, whether there is one or not."""
+    body = json.dumps({"Name": NETWORK, "CheckDuplicate": False, "Labels": {"lowtide-cache": "network"}})
+    command = ["curl", "-sf", "--unix-socket", url.removeprefix("unix://"), "-d", body]
+    command += ["-H", "Content-Type: application/json", "http://engine/v1.41/networks/create"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
 needs_own_engine = [
     needs_docker[1],
     pytest.mark.skipif(
@@ -438,11 +446,8 @@ class TestANewEngine:
         self, new_engine: str, registry_image: str
     ) -> None:
         """As an earlier version, or many processes at once, made them."""
-        body = json.dumps({"Name": NETWORK, "CheckDuplicate": False, "Labels": {"lowtide-cache": "network"}})
-        command = ["curl", "-sf", "--unix-socket", new_engine.removeprefix("unix://"), "-d", body]
-        command += ["-H", "Content-Type: application/json", "http://engine/v1.41/networks/create"]
         for _ in range(3):
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            make_network(new_engine)
         foreign = docker(new_engine, "network", "create", f"{NETWORK}-of-somebody")
         before = networks(new_engine)
         assert len(before) >= 3
@@ -454,6 +459,17 @@ class TestANewEngine:
             assert foreign in docker(new_engine, "network", "ls", "-q", "--no-trunc").split()
         finally:
             docker(new_engine, "network", "rm", foreign)
+
+    async def test_a_network_of_the_same_name_that_comes_later_is_removed(
+        self, new_engine: str, registry_image: str
+    ) -> None:
+        """As another process makes it, that has looked before this one's was there."""
+        async with boxes_on(new_engine) as boxes:
+            first = await boxes.make(network=FULL, image=registry_image)
+            (used,) = networks(new_engine)
+            make_network(new_engine)
+            assert await boxes.make(network=FULL, image=registry_image) != first
+            assert networks(new_engine) == [used]
 
     async def test_a_network_that_somebody_removes_is_made_again(
         self, new_engine: str, registry_image: str
