@@ -196,9 +196,11 @@ for _name in (
     "mapped",
     "nat64",
     "local6",
+    "alias",
+    "alias-of-self",
 ):
     held(
-        f"a_name_that_leads_inside_{_name}",
+        f"a_name_that_leads_inside_{_name}".replace("-", "_"),
         f"show(web('{_name}.example'), talk('{_name}.example', 443, hello('{_name}.example')))",
     )
 held(
