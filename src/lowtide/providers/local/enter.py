@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from lowtide.providers.local.spawner_client import CommandStarter, Message, Repl
 
 _MARKER = "LOWTIDE_PROCESS"
 _COMMAND_STARTER_SECONDS = 3.0
+_NULL = os.makedev(1, 3)
 _KEPT = b"+"  # as the spawner marks the sandbox's environment
 # Namespaces to join: user, pid, mount, ipc, uts, cgroup; and the network where it is the sandbox's own.
 _HOST_NETWORKS = (NetworkMode.HOST, "full")  # "full" is in the records of sandboxes from before 0.9
@@ -150,8 +152,7 @@ class Entrance:
                     theirs.append(stdin_r)
                     ours.append(stdin)
                 else:
-                    # One of its own: what is set on a shared one (flags, its owner) another sandbox could read.
-                    theirs.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+                    theirs.append(self._null(known))
                 for stream in (STDOUT, STDERR):
                     here, there = self._pipe(write_here=False)
                     streams[here] = stream
@@ -254,6 +255,22 @@ class Entrance:
         if owner is not None:
             os.fchown(read, owner, owner)
         return read, write
+
+    def _null(self, known: Known) -> int:
+        """What a command without input reads: opened anew, because flags that are set on it are seen by all who hold it.
+
+        As root the sandbox's own node: a lock or a watch on this machine's would be seen by other sandboxes.
+        """
+        if self._prerequisites.owner is not None and known.key is None:
+            with contextlib.suppress(OSError):
+                path = f"/proc/{known.inner.pid}/root/dev/null"
+                fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
+                found = os.fstat(fd)
+                if stat.S_ISCHR(found.st_mode) and found.st_rdev == _NULL:
+                    os.set_blocking(fd, True)
+                    return fd
+                os.close(fd)  # the number is another process's by now
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
         for known in self._known.values():

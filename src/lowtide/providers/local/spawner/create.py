@@ -12,6 +12,7 @@ import resource
 import select
 import signal
 import socket
+import stat
 import struct
 
 from .config import config
@@ -33,6 +34,15 @@ COUNTERS = (
     ("max_fanotify_marks", b"1024"),
 )
 
+# What bwrap looks for in /dev: the memory devices and the controlling terminal.
+DEVICES = (
+    ("null", 1, 3),
+    ("zero", 1, 5),
+    ("full", 1, 7),
+    ("random", 1, 8),
+    ("urandom", 1, 9),
+    ("tty", 5, 0),
+)
 
 RLIMIT_SIGPENDING, RLIMIT_MSGQUEUE = 11, 12  # which Python does not name everywhere
 
@@ -153,8 +163,13 @@ def become_bwrap(message: Message, stderr: int, info: int, namespace: int, ready
     put(f"{place}/pid", identity(os.getpid()) + b"\n", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     for procs in message["cgroups"]:
         put(procs, b"0")
+    if message["disk"] or config.base is not None:
+        check(libc.unshare(NEWNS), "unshare")
+        check(libc.mount(None, b"/", None, 0x4000 | 0x80000, None), "make / a slave")
     if message["disk"]:
         mount_disk(message["disk"])
+    if config.base is not None:
+        own_devices()
     os.setsid()
     libc.syscall(SYS_KEYCTL, JOIN_SESSION_KEYRING, None)  # of its own: none of another sandbox's keys
     first_limits()
@@ -233,10 +248,27 @@ def identity(pid: int) -> bytes:
         return b"%d %s" % (pid, file.read(4096).rpartition(b")")[2].split()[19])
 
 
+def own_devices() -> None:
+    """Device nodes that no other sandbox has: bwrap takes those of the /dev that it finds.
+
+    A lock or a watch on a node is seen by everybody who has the same one. Where root may make no nodes (a container
+    without CAP_MKNOD), the sandbox has this machine's.
+    """
+    if libc.mount(b"lowtide", b"/dev", b"tmpfs", 0x2 | 0x8, b"mode=0755,size=64k,nr_inodes=16") < 0:
+        return
+    try:
+        for name, major, minor in DEVICES:
+            os.mknod(f"/dev/{name}", 0o666 | stat.S_IFCHR, os.makedev(major, minor))
+            os.chmod(f"/dev/{name}", 0o666)
+        os.close(
+            os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        )  # made, but not to be opened: so in a user namespace
+    except OSError:
+        check(libc.umount2(b"/dev", 2), "unmount /dev")  # MNT_DETACH
+
+
 def mount_disk(disk: Message) -> None:
     """A filesystem of a fixed size, in a mount namespace that goes away with the sandbox."""
-    check(libc.unshare(NEWNS), "unshare")
-    check(libc.mount(None, b"/", None, 0x4000 | 0x80000, None), "make / a slave")
     control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
     image = os.open(disk["image"], os.O_RDWR | os.O_CLOEXEC)
     for _ in range(64):
