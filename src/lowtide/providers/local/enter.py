@@ -40,6 +40,7 @@ class Known:
         "inner",
         "key",
         "network",
+        "owner",
         "pids",
         "procs",
         "used",
@@ -65,6 +66,7 @@ class Known:
         self.used = 0  # how many commands were started in it from here
         self.command_starter = command_starter
         self.key = key  # of the program inside, where gVisor is around the sandbox
+        self.owner: int | None = None  # this machine's id for its root, once somebody has asked
 
 
 class Entrance:
@@ -148,13 +150,13 @@ class Entrance:
         try:
             if spec.tty is None:
                 if spec.stdin:
-                    stdin_r, stdin = self._pipe(write_here=True)
+                    stdin_r, stdin = self._pipe(known, write_here=True)
                     theirs.append(stdin_r)
                     ours.append(stdin)
                 else:
                     theirs.append(self._null(known))
                 for stream in (STDOUT, STDERR):
-                    here, there = self._pipe(write_here=False)
+                    here, there = self._pipe(known, write_here=False)
                     streams[here] = stream
                     theirs.append(there)
                     ours.append(here)
@@ -247,13 +249,14 @@ class Entrance:
             dismiss_when_idle(known)
         return known.command_starter
 
-    def _pipe(self, *, write_here: bool) -> tuple[int, int]:
+    def _pipe(self, known: Known, *, write_here: bool) -> tuple[int, int]:
         """A pipe; the sandbox's end belongs to its root, so that /dev/stdout can be opened again."""
         read, write = os.pipe()
         os.set_blocking(write if write_here else read, False)
-        owner = self._prerequisites.owner
-        if owner is not None:
-            os.fchown(read, owner, owner)
+        if self._prerequisites.owner is not None:
+            if known.owner is None:
+                known.owner = _root_of(known.inner) or self._prerequisites.owner
+            os.fchown(read, known.owner, known.owner)
         return read, write
 
     def _null(self, known: Known) -> int:
@@ -275,6 +278,16 @@ class Entrance:
     def close(self) -> None:
         for known in self._known.values():
             _dismiss(known)
+
+
+def _root_of(inner: ProcessMark) -> int | None:
+    """This machine's id for root in the sandbox of this process 1."""
+    try:
+        with open(f"/proc/{inner.pid}/uid_map") as file:
+            first, outside = file.readline().split()[:2]
+    except (OSError, ValueError):
+        return None
+    return int(outside) if first == "0" and inner.alive() and int(outside) else None
 
 
 def _flags(network: bool) -> int:
