@@ -11,6 +11,7 @@ import pytest
 
 from lowtide.providers.base import ProcessSpec
 from lowtide.providers.local import LocalProvider
+from lowtide.providers.local.doctor import doctor
 from lowtide.providers.local.prerequisites import ID_BASE
 from lowtide.providers.local.spawner import ids
 
@@ -120,3 +121,10 @@ async def test_what_one_sandbox_uses_up_is_there_for_another(
     finally:
         await holding.terminate(0)
         await holding.aclose()
+
+
+def test_the_doctor_tries_what_the_ranges_need(tmp_path: Path) -> None:
+    checks = {check.name: check for check in doctor({**os.environ, "LOWTIDE_HOME": str(tmp_path / "home")})}
+    for name in ("id-mapped mounts", "ids for each sandbox"):
+        assert checks[name].ok or "refused for /" in checks[name].why
+        assert "import" not in checks[name].why, "what is tried is not there"

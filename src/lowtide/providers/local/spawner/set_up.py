@@ -173,6 +173,19 @@ def can_map(home: str) -> bool:
     return True
 
 
+def probe(tree: str, writable: str = "") -> None:
+    """For `lowtide doctor`: print whether the ids of this tree can be mapped, or why not."""
+    config.base = 1 << 30
+    try:
+        if writable and not can_map(tree):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        with user_namespace() as namespace:
+            os.close(clone(tree, namespace, writable=bool(writable)))
+        print("ok")  # noqa: T201 - read by the doctor
+    except OSError as error:
+        print(error.strerror or error)  # noqa: T201
+
+
 def see_as(base: int, everything: int) -> int:
     """In one that becomes a sandbox: mounts of its own, in which the range from `base` on owns what it is to own.
 
