@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import logging
 import os
 import shlex
 import socket
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -15,19 +17,15 @@ from pathlib import Path
 
 from lowtide.errors import LedgerError
 
+log = logging.getLogger("lowtide")
+
 
 def home(environ: Mapping[str, str] | None = None) -> Path:
     """``LOWTIDE_HOME``, else the XDG state directory. Made on first use, readable by its owner alone.
 
     Raises LedgerError for one that another user owns or can write: credentials pass through it.
     """
-    environ = os.environ if environ is None else environ
-    chosen = environ.get("LOWTIDE_HOME")
-    if chosen:
-        path = Path(chosen).absolute()
-    else:
-        state = environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
-        path = Path(state) / "lowtide"
+    path = state_directory(environ)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -37,6 +35,33 @@ def home(environ: Mapping[str, str] | None = None) -> Path:
         ) from error
     _check_ownership(path)
     return path
+
+
+def state_directory(environ: Mapping[str, str] | None = None) -> Path:
+    """The path of the state directory, always absolute. Creates nothing.
+
+    A leading ``~`` is expanded in both variables: it comes from files (`.env`, unit files) that no shell reads.
+    A relative ``LOWTIDE_HOME`` counts from the working directory of this moment. A relative ``XDG_STATE_HOME``
+    is ignored, as the XDG specification asks, with a warning.
+    """
+    environ = os.environ if environ is None else environ
+    if chosen := environ.get("LOWTIDE_HOME"):
+        return Path(os.path.abspath(os.path.expanduser(chosen)))
+    state = os.path.expanduser(environ.get("XDG_STATE_HOME") or "")
+    if state and not os.path.isabs(state):
+        _ignored_state_home(state)
+        state = ""
+    return Path(os.path.abspath(state or os.path.expanduser("~/.local/state"))) / "lowtide"
+
+
+@cache
+def _ignored_state_home(state: str) -> None:
+    """Warn, once per process and value."""
+    log.warning(
+        "XDG_STATE_HOME=%s is not an absolute path and is ignored (XDG base directory specification): lowtide uses "
+        "~/.local/state. Set an absolute path, or LOWTIDE_HOME",
+        state,
+    )
 
 
 def _check_ownership(path: Path) -> None:
@@ -137,7 +162,11 @@ class RunningProcess:
 
     start_time: int
     image: str
-    """Where the kernel put the program: another place after every exec. Empty where it is not shown."""
+    """Where the kernel placed the program: another place after every exec, except where address randomisation is
+    disabled. Empty where it is not shown."""
+    random: str = ""
+    """A digest of the random bytes that the kernel gave the program at its exec (AT_RANDOM). Empty where this process
+    may not read them: they are in the other one's memory, which Yama's ptrace_scope, among others, protects."""
 
 
 def running_process(pid: int) -> RunningProcess | None:
@@ -154,7 +183,7 @@ def running_process(pid: int) -> RunningProcess | None:
     if not _proc_is_ours():
         raise OSError(errno.ENOENT, "/proc shows another pid namespace")
     try:
-        return _read_stat(f"/proc/{pid}/stat")
+        return _read_process(f"/proc/{pid}")
     except (FileNotFoundError, ProcessLookupError):
         pass
     try:  # it has ended between both looks, or /proc does not show the processes of other users
@@ -166,7 +195,7 @@ def running_process(pid: int) -> RunningProcess | None:
 
 def this_process() -> RunningProcess:
     try:
-        return _read_stat("/proc/self/stat") or RunningProcess(0, "")
+        return _read_process("/proc/self") or RunningProcess(0, "")
     except OSError:
         return RunningProcess(0, "")
 
@@ -175,14 +204,39 @@ def _proc_is_ours() -> bool:
     return os.readlink("/proc/self") == str(os.getpid())
 
 
-def _read_stat(path: str) -> RunningProcess | None:
-    with open(path, "rb") as file:
+def _read_process(path: str) -> RunningProcess | None:
+    with open(f"{path}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     # A first thread that has ended while others run looks like a process that has.
     if fields[0] in (b"Z", b"X") and int(fields[17]) <= 1:
         return None
-    image = ""
+    image = random = ""
     if len(fields) > 44 and fields[25] != b"0":  # hidden where we may not look into it
         placed = b" ".join((fields[23], fields[25], fields[44]))  # start of code, stack and heap
         image = hashlib.sha256(placed).hexdigest()[:12]
-    return RunningProcess(int(fields[19]), image)
+        if given := _random_bytes(path):
+            # A digest: the bytes themselves are the process's stack protector.
+            random = hashlib.sha256(b"lowtide" + given).hexdigest()[:12]
+    return RunningProcess(int(fields[19]), image, random)
+
+
+_AT_NULL, _AT_RANDOM = 0, 25
+
+
+def _random_bytes(path: str) -> bytes:
+    """The 16 bytes that the kernel gives every program it starts; none where this process may not read them."""
+    word = struct.Struct("@L")
+    try:
+        with open(f"{path}/auxv", "rb") as file:
+            vector = file.read()
+        entries = [number for (number,) in word.iter_unpack(vector[: len(vector) // word.size * word.size])]
+        for kind, value in zip(entries[::2], entries[1::2], strict=False):
+            if kind == _AT_NULL:
+                break
+            if kind == _AT_RANDOM:
+                with open(f"{path}/mem", "rb", buffering=0) as memory:
+                    found = os.pread(memory.fileno(), 16, value)
+                return found if len(found) == 16 else b""
+    except (OSError, OverflowError, struct.error):
+        pass
+    return b""

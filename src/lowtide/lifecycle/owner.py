@@ -53,7 +53,8 @@ class Owner:
     image: str = field(compare=False)
     """Another one after every exec; empty where the kernel does not show it."""
     life: str
-    """Which import of lowtide in that process. Chosen at random, so it is another one after an exec too."""
+    """Which import of lowtide in that process, chosen at random; behind a colon, where the kernel shows it, what it gave
+    this program at its exec (`machine.RunningProcess.random`)."""
 
     @classmethod
     def current(cls) -> Owner:
@@ -85,9 +86,24 @@ class Owner:
             self.here
             and other.here
             and (self.pid, self.start_time) == (other.pid, other.start_time)
-            and bool(self.image and other.image)
-            and self.image != other.image
+            and not self._same_program(other.image, other.random)
         )
+
+    @property
+    def random(self) -> str:
+        """Part of `life`, so that an earlier version, which compares that as a whole, still reads the row."""
+        return self.life.partition(":")[2]
+
+    def _same_program(self, image: str, random: str) -> bool:
+        """Whether the process that looks like this one still runs the program that wrote the row.
+
+        The kernel's random bytes decide where both sides have them. Where they cannot be read the addresses decide,
+        and an exec that the kernel puts into the same place (address randomisation is disabled) is not seen until the
+        process ends. What shows neither counts as the same: that is no proof of an end.
+        """
+        if self.random and random:
+            return self.random == random
+        return not self.image or not image or self.image == image
 
     def alive(self) -> bool | None:
         """True or False where it can be known from here, None where not (another machine, another container).
@@ -122,7 +138,7 @@ class Owner:
                 f"its owner, {process}, could not be looked at ({error.strerror or error})",
             )
         if found is not None and found.start_time == self.start_time:
-            if not self.image or not found.image or found.image == self.image:
+            if self._same_program(found.image, found.random):
                 return Verdict(Standing.ALIVE, f"its owner, {process}, is alive")
             why = f"its owner, {process}, was replaced by exec"
         else:
@@ -147,7 +163,7 @@ def _this_owner() -> Owner:
         pid=os.getpid(),
         start_time=me.start_time,
         image=me.image,
-        life=_LIFE,
+        life=f"{_LIFE}:{me.random}" if me.random else _LIFE,
     )
 
 
