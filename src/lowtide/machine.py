@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import logging
 import os
+import re
 import shlex
 import socket
 import struct
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -140,6 +143,115 @@ def boot_id() -> str:
         return UNKNOWN_BOOT
 
 
+# Another boot is over, or goes on elsewhere: images with a baked-in machine-id make two machines look like one that was
+# restarted. So every process that owns something holds a shared lock on a file of its boot in the state directory; the
+# kernel, or the file server, frees it when the last of them is gone.
+
+_BOOT_LOCK_SECONDS = 1.0
+_held_boot: dict[Path, int] = {}
+
+
+def boot_lock_name(boot: str) -> str:
+    return f"boot-{hashlib.sha256(f'{machine_id()} {boot}'.encode()).hexdigest()[:12]}.lock"
+
+
+def hold_boot(directory: Path) -> None:
+    """Hold, for as long as this process lives, the lock that tells other machines that this boot goes on.
+
+    Does nothing where it is held already, nor where the filesystem has no locks: then there is no evidence for anybody.
+    """
+    path = directory / boot_lock_name(boot_id())
+    if path in _held_boot and _is_file(_held_boot[path], path):
+        return
+    _held_boot.pop(
+        path, None
+    )  # not closed: whoever closed it, or removed the file, may have given its number away
+    deadline = time.monotonic() + _BOOT_LOCK_SECONDS
+    with contextlib.suppress(OSError):
+        while time.monotonic() < deadline:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:  # looked at by another machine, for a moment
+                os.close(fd)
+                time.sleep(0.01)
+                continue
+            except OSError:
+                os.close(fd)
+                raise
+            if _is_file(fd, path):
+                _held_boot[path] = fd
+                return
+            os.close(fd)  # removed as the lock of a boot that was over
+
+
+def boot_is_over(boot: str, directory: Path) -> bool | None:
+    """Whether nothing runs any more since that boot, another than this one. None where there is no evidence."""
+    free = _is_free(directory / boot_lock_name(boot))
+    return free if not free or locks_are_shared(directory) else None
+
+
+def _is_free(path: Path, *, remove: bool = False) -> bool | None:
+    """Whether nobody holds the lock on that file; None where that cannot be told."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if remove:
+            path.unlink(missing_ok=True)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+
+
+def remove_ended_boots(directory: Path, needed: Collection[str]) -> None:
+    """Remove the locks of boots that are over, but for those `needed` as evidence."""
+    keep = {boot_lock_name(boot) for boot in {*needed, boot_id()}}
+    for path in directory.glob("boot-*.lock"):
+        if path.name not in keep:
+            _is_free(path, remove=True)
+
+
+def locks_are_shared(directory: Path, mounts: str | None = None) -> bool:
+    """Whether a lock on a file there is seen by every machine that has the filesystem: a free one is no evidence else."""
+    if mounts is None:
+        try:
+            mounts = Path("/proc/self/mountinfo").read_text(errors="replace")
+        except OSError:
+            return False
+    where, kind, options = "", "", ""
+    resolved = os.path.realpath(directory)
+    for line in mounts.splitlines():
+        mount, _, filesystem = line.partition(" - ")
+        words = mount.split()
+        point = (
+            re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), words[4]) if len(words) > 4 else ""
+        )
+        inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
+        if point and inside and len(point) >= len(where):  # what is mounted later lies on top
+            where, (kind, _, options) = point, filesystem.partition(" ")
+    if kind.startswith("nfs"):
+        return not {"nolock", "local_lock=all", "local_lock=flock"} & set(options.replace(",", " ").split())
+    return bool(kind) and not kind.startswith(_OWN_LOCKS)
+
+
+_OWN_LOCKS = ("fuse", "9p", "virtiofs", "cifs", "smb3", "vboxsf", "vmhgfs", "prl_fs", "afs", "gofer")
+"""Filesystems that may keep the locks of each machine to itself."""
+
+
+def _is_file(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except OSError:
+        return False
+
+
 @cache
 def namespace() -> str:
     """Where process numbers and start times mean what they mean here: the pid and the time namespace."""
@@ -154,6 +266,14 @@ def namespace() -> str:
 
 # A process stays in its own; a forked child may be in another, and have its parent's number there.
 os.register_at_fork(after_in_child=namespace.cache_clear)
+
+
+def network_namespace() -> str:
+    """Where this process's connections go out: a guardian in another one may not reach the same services."""
+    try:
+        return str(os.stat("/proc/self/ns/net").st_ino)
+    except OSError:
+        return "?"
 
 
 @dataclass(frozen=True, slots=True)

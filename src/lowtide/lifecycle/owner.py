@@ -26,8 +26,15 @@ class Standing(enum.StrEnum):
 
     ALIVE = "alive"
     DEAD = "dead"
-    RESTARTED = "restarted"  # its machine has another boot now: a restart, or this is a clone of it
+    RESTARTED = "restarted"  # its machine has another boot now, and nothing of its own boot runs any more
+    PERHAPS_RESTARTED = (
+        "perhaps-restarted"  # another boot now; a restart, or another machine with the same machine-id
+    )
     UNKNOWN = "unknown"
+
+
+RESTARTS = frozenset({Standing.RESTARTED, Standing.PERHAPS_RESTARTED})
+"""Of a hosted sandbox both mean the same: its provider is asked whether somebody still renews it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +96,24 @@ class Owner:
             and not self._same_program(other.image, other.random)
         )
 
+    def _of_another_boot(self) -> Verdict:
+        process = f"process {self.pid}"
+        over = machine.boot_is_over(self.boot_id, machine.state_directory())
+        if over:
+            return Verdict(
+                Standing.RESTARTED, f"its owner, {process}, was running before this machine was restarted"
+            )
+        if over is False:
+            return Verdict(
+                Standing.UNKNOWN,
+                f"its owner, {process}, is on another machine ({self.host}) that has the same machine-id as this one",
+            )
+        return Verdict(
+            Standing.PERHAPS_RESTARTED,
+            f"its owner, {process}, was running before this machine was restarted, or runs on another machine with the "
+            "same machine-id: nothing in the state directory tells which",
+        )
+
     @property
     def random(self) -> str:
         """Part of `life`, so that an earlier version, which compares that as a whole, still reads the row."""
@@ -108,9 +133,10 @@ class Owner:
     def alive(self) -> bool | None:
         """True or False where it can be known from here, None where not (another machine, another container).
 
-        An owner on this machine from an earlier boot is dead.
+        An owner on this machine from an earlier boot is dead, once that boot is proven to be over.
         """
-        return {Standing.ALIVE: True, Standing.UNKNOWN: None}.get(self.verdict().standing, False)
+        unclear = {Standing.UNKNOWN: None, Standing.PERHAPS_RESTARTED: None}
+        return {Standing.ALIVE: True, **unclear}.get(self.verdict().standing, False)
 
     def verdict(self) -> Verdict:
         """Whether it lives, as far as that can be told from here, and how that is known."""
@@ -122,9 +148,7 @@ class Owner:
                 Standing.UNKNOWN, f"which boot its owner, {process}, belongs to cannot be read here"
             )
         if self.boot_id != machine.boot_id():
-            return Verdict(
-                Standing.RESTARTED, f"its owner, {process}, was running before this machine was restarted"
-            )
+            return self._of_another_boot()
         if self.namespace and self.namespace != machine.namespace():
             return Verdict(
                 Standing.UNKNOWN,

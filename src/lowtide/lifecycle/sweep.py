@@ -22,7 +22,7 @@ from lowtide.lifecycle.end import end_lease
 from lowtide.lifecycle.keep import Decision, Fate
 from lowtide.lifecycle.lease import Lease, LeaseState, Outcome
 from lowtide.lifecycle.ledger import OPEN_STATES, Ledger
-from lowtide.lifecycle.owner import Standing
+from lowtide.lifecycle.owner import RESTARTS, Standing
 from lowtide.lifecycle.recover import another_account, is_shown
 from lowtide.providers.base import LABEL_PREFIX, Labels, Provider, SandboxInfo
 
@@ -167,7 +167,9 @@ class _Sweep:
         verdict = lease.owner.verdict()
         if verdict.standing is Standing.UNKNOWN:
             return Unseen(verdict.why)
-        if verdict.standing is Standing.RESTARTED and provider.traits.outlives_machine:
+        if verdict.standing is Standing.PERHAPS_RESTARTED and not provider.traits.outlives_machine:
+            return Unseen(verdict.why)
+        if verdict.standing in RESTARTS and provider.traits.outlives_machine:
             return Unseen(f"{verdict.why}, or goes on in a copy of it")
         if verdict.standing is Standing.ALIVE:
             return verdict.why
