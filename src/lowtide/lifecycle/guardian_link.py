@@ -252,6 +252,10 @@ class GuardianLink:
         try:
             command = isolated.command(WORKER, str(self.path), name, account, detached=True)
             self._workers.append(spawn(command, worker_environ(os.environ, told, self.path), os.devnull))
+            started = {"name": name, "account": account}
+            owner = Owner.current().as_dict()
+            self._unsent += _line({"protocol": PROTOCOL, "owner": owner, "providers": [], "started": started})
+            self._send()
         except (MissingDependencyError, OSError, ValueError) as error:
             self._say_once(
                 f"no process can be started that destroys the sandboxes of {name} if this one crashes: {error}. Then the "

@@ -99,6 +99,8 @@ class Links:
                 owner = self._owners[writer] = Owner(**message["owner"])
                 if "start" in message:
                     start = Start.of(message["start"], start.tell)
+                if "started" in message:
+                    start.started.add((message["started"]["name"], message["started"]["account"]))
                 for known in message["providers"]:
                     self.learn(Credentials(**known), start)
                 self.came(owner)

@@ -3,7 +3,7 @@
 A worker is a process per account and network namespace. It is started like the account's owner, with the owner's
 interpreter, packages and environment and, as the owner itself starts it, in the owner's network namespace: the
 guardian's own installation may lack the SDK, and its network the way to the service. It is started when the account
-is announced, connects to the guardian's socket with everything loaded, and stays for as long as the account is in
+is announced, comes to the guardian's socket, loads everything it needs and stays for as long as the account is in
 use: an installation that is deleted meanwhile is not needed any more. What is wrong with it the owner is told.
 Where the owner is gone and its worker too, the guardian starts one as the owner announced it, else from its own
 installation.
@@ -61,7 +61,7 @@ ANSWER_SECONDS = 180.0
 LEAVE_SECONDS = 5.0
 """For the workers to end when the guardian leaves."""
 UP_SECONDS = 20.0
-"""For a worker to load its SDK, to make a first request and to come to the socket."""
+"""For a worker to come to the socket, which it does before it loads anything."""
 RETURN_SECONDS = 30.0
 """How long a worker whose guardian is gone waits for the next one."""
 WARM_SECONDS = 10.0
@@ -95,6 +95,8 @@ class Start:
     installation: str = ""
     closed: bool = False
     """Its link is: the owner is gone, or has another one."""
+    started: set[tuple[str, str]] = field(default_factory=set)
+    """The accounts that it has started a worker for."""
 
     @classmethod
     def of(cls, message: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> Start:
@@ -125,8 +127,8 @@ class Workers:
         self._light: dict[_Key, Provider] = {}
         self._retired: list[Provider] = []
         self._workers: dict[_Key, list[Worker]] = {}
-        self._expected: dict[tuple[_Key, str], float] = {}
-        """Per account and network: until when a worker that an owner was asked for may still come."""
+        self._expected: dict[tuple[_Key, str], tuple[float, Start]] = {}
+        """Per account and network: until when a worker may still come, and which owner was asked for it."""
         self._obtaining: dict[_Key, asyncio.Lock] = {}
         self._arrival = asyncio.Event()
         self._launchers: set[int] = set()
@@ -171,11 +173,23 @@ class Workers:
     def _request(self, key: _Key, start: Start) -> None:
         """Ask the owner for a worker, unless one is on its way."""
         loop = asyncio.get_running_loop()
-        if self._expected.get((key, start.network), 0.0) > loop.time():
+        if self._is_coming(key, start.network):
             return
-        self._expected[key, start.network] = loop.time() + UP_SECONDS
+        self._expected[key, start.network] = loop.time() + UP_SECONDS, start
+        start.started.discard(key)
         start.tell({"worker": {"name": key[0], "account": key[1]}})
         loop.call_later(UP_SECONDS, self._check_arrival, key, start)
+
+    def _is_coming(self, key: _Key, network: str | None = None) -> bool:
+        """Whether a worker is on its way. An owner that died before it has started one has started none."""
+        now = asyncio.get_running_loop().time()
+        return any(
+            one == key
+            and network in (None, where)
+            and until > now
+            and not (start.closed and key not in start.started)
+            for (one, where), (until, start) in self._expected.items()
+        )
 
     def _check_arrival(self, key: _Key, start: Start) -> None:
         self._expected.pop((key, start.network), None)
@@ -209,16 +223,12 @@ class Workers:
     ) -> None:
         """A worker has come to the socket. Returns when it is gone."""
         key = (str(hello["name"]), str(hello["account"]))
-        worker = Worker(hello, reader, writer)
-        if not worker.refusal:
-            self.problems.pop(key, None)
-            for other in self._serving(key, worker.network):
-                other.retire()
+        worker = Worker(hello, reader, writer, lambda: self._loaded(key, worker))
+        for other in self._serving(key, worker.network):
+            other.retire()
         self._workers.setdefault(key, []).append(worker)
         self._expected.pop((key, worker.network), None)
         self._reap()
-        if worker.refusal and not self._serving(key):
-            self._problem(key, worker.refusal)
         self._arrived()
         try:
             await worker.read()
@@ -226,6 +236,12 @@ class Workers:
             with contextlib.suppress(KeyError, ValueError):
                 self._workers[key].remove(worker)
             self._arrived()
+
+    def _loaded(self, key: _Key, worker: Worker) -> None:
+        if not worker.refusal:
+            self.problems.pop(key, None)
+        elif not self._serving(key):
+            self._problem(key, worker.refusal)
 
     def _arrived(self) -> None:
         self._arrival.set()
@@ -349,11 +365,8 @@ class Workers:
                 return found
             for start in reversed([one for one in self._starts.get(key, []) if not one.closed]):
                 self._request(key, start)
-            loop = asyncio.get_running_loop()
-            while expected := [
-                at for (one, _), at in self._expected.items() if one == key and at > loop.time()
-            ]:
-                await self._wait_for_arrival(max(expected) - loop.time())
+            while self._is_coming(key):
+                await self._wait_for_arrival(0.1)
                 if found := self._serving(key):
                     return found
             starts = [one for one in reversed(self._starts.get(key, [])) if one.command]
@@ -434,11 +447,16 @@ class Worker:
     """The guardian's end of the connection to a worker process, and the jobs that has."""
 
     def __init__(
-        self, hello: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        hello: dict[str, Any],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        loaded: Callable[[], None],
     ) -> None:
         self.network = str(hello.get("network", ""))
-        self.refusal = str(hello.get("refused", ""))
-        """Why it cannot serve its account; empty where it can."""
+        self.refusal = ""
+        """Why it cannot serve its account; empty where it can, or has not loaded everything yet."""
+        self._loaded = loaded
         self.ended = False
         self._name = str(hello["name"])
         self._reader, self._writer = reader, writer
@@ -469,6 +487,10 @@ class Worker:
         try:
             while line := await self._reader.readline():
                 answer = json.loads(line)
+                if "loaded" in answer:
+                    self.refusal = str(answer["refused"])
+                    self._loaded()
+                    continue
                 waiting = self._waiting.pop(answer["number"], None)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answer)
@@ -545,26 +567,35 @@ class _Work:
         self._ledger: SqliteLedger | None = None
         self._refusal = ""
         self._told_to_end = False
+        self._is_loaded = asyncio.Event()
         self._room = asyncio.Semaphore(100)
         self._jobs: set[asyncio.Task[None]] = set()
+        self._reports: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         # A SIGTERM to the whole group is the guardian's to answer: it may have jobs for this process.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._terminated)
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        try:
-            self._provider = connect(self._name, self._account, dict(os.environ))
-            await self._warm(self._provider)
-        except Exception as error:
-            self._refusal = str(error) or type(error).__name__
+        loading = asyncio.ensure_future(self._load())
         while (link := await self._link()) is not None:
             if await self._serve(*link) or self._told_to_end:
                 break
+        loading.cancel()
         if self._jobs:
             await asyncio.wait(self._jobs)
         if self._provider is not None:
             await self._provider.aclose()
+
+    async def _load(self) -> None:
+        await asyncio.sleep(0)  # first to the socket
+        try:
+            provider = connect(self._name, self._account, dict(os.environ))
+            await self._warm(provider)
+            self._provider = provider
+        except Exception as error:
+            self._refusal = str(error) or type(error).__name__
+        self._is_loaded.set()
 
     def _terminated(self) -> None:
         self._told_to_end = True
@@ -595,9 +626,11 @@ class _Work:
             "name": self._name,
             "account": self._account,
             "network": machine.network_namespace(),
-            "refused": self._refusal,
         }
         writer.write(json.dumps({"protocol": PROTOCOL, "worker": hello}).encode() + b"\n")
+        reporting = asyncio.ensure_future(self._report_loaded(writer))
+        self._reports.add(reporting)
+        reporting.add_done_callback(self._reports.discard)
         with contextlib.suppress(OSError, ValueError):
             while line := await reader.readline():
                 job = json.loads(line)
@@ -612,8 +645,14 @@ class _Work:
         writer.close()
         return False
 
+    async def _report_loaded(self, writer: asyncio.StreamWriter) -> None:
+        await self._is_loaded.wait()
+        if not writer.is_closing():
+            writer.write(json.dumps({"loaded": True, "refused": self._refusal}).encode() + b"\n")
+
     async def _answer(self, job: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         async with self._room:
+            await self._is_loaded.wait()
             try:
                 if self._ledger is None:
                     self._ledger = SqliteLedger(self._path / "ledger.db")
