@@ -19,7 +19,7 @@ import pytest
 from lowtide.lifecycle import clock, guardian_process, owner_watch
 from lowtide.lifecycle.clock import Instant
 from lowtide.lifecycle.guardian import Guardian
-from lowtide.lifecycle.guardian_workers import Credentials, NoCredentials
+from lowtide.lifecycle.guardian_workers import Credentials, NoCredentials, Start
 from lowtide.lifecycle.lease import Lease, LeaseState, new_lease_id
 from lowtide.lifecycle.owner import Owner
 from lowtide.lifecycle.owner_watch import OwnerWatch
@@ -179,7 +179,8 @@ async def test_credentials_that_arrive_later_are_used_at_once(
     lease = await made_by(guardian, provider, dead(), None)
     await settled(guardian)
     assert lease.lease_id in guardian.stuck
-    guardian._learn(Credentials("faulty", provider.account, provider.credentials()))
+    owner = Start(tell=lambda message: None)
+    guardian._learn(Credentials("faulty", provider.account, provider.credentials()), owner)
     await settled(guardian)
     row = await guardian.ledger.get(lease.lease_id)
     assert row is not None
@@ -349,7 +350,8 @@ def of(pid: int) -> Owner:
 
     found = machine.running_process(pid)
     assert found is not None
-    return replace(Owner.current(), pid=pid, start_time=found.start_time, image=found.image)
+    life = f"another:{found.random}"
+    return replace(Owner.current(), pid=pid, start_time=found.start_time, image=found.image, life=life)
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
@@ -371,7 +373,7 @@ async def test_the_next_one_may_begin_before_this_one_has_tidied_up(
     (tmp_path / "home").mkdir(mode=0o700)
     guardian = Guardian(tmp_path / "home", leaves=lambda: order.append("leaves"))
 
-    async def tidy(accounts: object) -> None:
+    async def tidy(accounts: object, *, leave: bool) -> None:
         order.append("tidies up")
 
     monkeypatch.setattr(guardian.workers, "aclose", tidy)

@@ -116,7 +116,14 @@ class Guardian:
     async def run(self) -> None:
         await self.links.open()
         loop = asyncio.get_running_loop()
-        signal.signal(signal.SIGTERM, lambda *_: self._on_sigterm(loop))
+        before = signal.signal(signal.SIGTERM, lambda *_: self._on_sigterm(loop))
+        try:
+            await self._watch()
+        finally:
+            if self.terminated_at is None:
+                signal.signal(signal.SIGTERM, before)
+
+    async def _watch(self) -> None:
         point("guardian:listening")
         log.info("guardian %d watches %s", os.getpid(), self.path)
         gc.collect()
