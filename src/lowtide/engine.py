@@ -71,6 +71,7 @@ class Engine:
         self._workers = _Workers()
         self._workers.have(1)
         self.loop.set_default_executor(self._workers)
+        self._shielded: set[asyncio.Task[Any]] = set()
         self.thread = threading.Thread(target=self._run, name="lowtide", daemon=True)
         self.thread.start()
 
@@ -92,12 +93,43 @@ class Engine:
             )
         return self.submit(work).result(timeout)
 
+    def submit_shielded(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start `work` on the loop, from any thread. Cancelling the future only abandons the wait: `work` runs to its end.
+
+        `submit` passes a cancellation on, and one that arrives before the loop has taken up `work` drops it unstarted.
+        """
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def begin() -> None:
+            task = self.loop.create_task(work)
+            self._shielded.add(task)  # the loop itself only holds tasks weakly
+            task.add_done_callback(self._shielded.discard)
+            task.add_done_callback(lambda done: _pass_on(done, future))
+
+        self.loop.call_soon_threadsafe(begin)
+        return future
+
     def have_workers(self, count: int) -> None:
         """Have threads for so many blocking calls at once, so that an exit hook, which can start none, finds them."""
         self._workers.have(count)
 
     def is_current_thread(self) -> bool:
         return threading.current_thread() is self.thread
+
+
+def _pass_on(task: asyncio.Task[T], future: concurrent.futures.Future[T]) -> None:
+    """Give `future` the outcome of `task`, unless its caller has cancelled it."""
+    error = (
+        None if task.cancelled() else task.exception()
+    )  # retrieved in any case, so that asyncio does not log it
+    if task.cancelled():
+        future.cancel()
+    if not future.set_running_or_notify_cancel():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(task.result())
 
 
 def engine() -> Engine:

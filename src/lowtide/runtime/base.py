@@ -109,7 +109,8 @@ class Runtime(ActionCalls):
 
         Any number of times. Silent when the sandbox is already gone. An attached one is left as it is.
         """
-        return Operation.start(self._close(failed=False, rm_all_containers=rm_all_containers))
+        ending = self._close(failed=False, rm_all_containers=rm_all_containers)
+        return Operation.start(ending, shielded=True)
 
     def __enter__(self) -> Self:
         try:
@@ -125,7 +126,7 @@ class Runtime(ActionCalls):
     ) -> None:
         if self._born == generation():
             ending = self._close(failed=block_exit.is_failure(error), rm_all_containers=None)
-            block_exit.leave(Operation.start(ending), error)
+            block_exit.leave(Operation.start(ending, shielded=True), error)
 
     async def __aenter__(self) -> Self:
         try:
@@ -141,7 +142,7 @@ class Runtime(ActionCalls):
     ) -> None:
         if self._born == generation():
             ending = self._close(failed=block_exit.is_failure(error), rm_all_containers=None)
-            await block_exit.leave_async(Operation.start(ending), error)
+            await block_exit.leave_async(Operation.start(ending, shielded=True), error)
 
     # What it is.
 
