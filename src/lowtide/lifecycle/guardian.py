@@ -109,6 +109,7 @@ class Guardian:
         self.rooms: dict[tuple[str, str], asyncio.Semaphore] = {}
         """Per account: a service that does not answer holds up nobody else's sandboxes."""
         self.idle_since: float | None = None
+        self.unreadable_since: float | None = None
         self.terminated_at: float | None = None
         self.changed = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -177,8 +178,9 @@ class Guardian:
                 self.retries.failed("ledger")
             if self.ledger.damaged:
                 self._set_ledger_aside()
-            return not self._out_of_time()
+            return not self._out_of_time() and not self._gives_ledger_up()
         self.retries.succeeded("ledger")
+        self.unreadable_since = None
         if self.terminated_at is not None:
             return await self._goes_on_though_terminated(verdicts)
         if self.ending or len(self.links) or any(self._needed_by(lease, verdicts) for lease in self.open):
@@ -191,6 +193,12 @@ class Guardian:
             machine.remove_ended_boots(self.path, {lease.owner.boot_id for lease in self.open})
             return True
         return now - self.idle_since < IDLE_SECONDS
+
+    def _gives_ledger_up(self) -> bool:
+        """It could not be read for a day and no owner is linked. The next guardian, with the next owner, tries again."""
+        if self.unreadable_since is None:
+            self.unreadable_since = clock.seconds()
+        return not len(self.links) and clock.seconds() - self.unreadable_since > GIVE_UP_SECONDS
 
     def _needed_by(self, lease: Lease, verdicts: dict[Owner, Verdict]) -> bool:
         """Whether there is something left that this guardian can do for this lease."""
@@ -269,7 +277,8 @@ class Guardian:
         elif not here:
             return
         elif verdict.standing in RESTARTS and self.workers.outlives_machine(lease):
-            self._in_background(self._end_if_nobody_renews(lease))
+            if self.upkeep.ask_due(lease):
+                self._in_background(self._end_if_nobody_renews(lease))
         elif verdict.standing in (Standing.DEAD, Standing.RESTARTED):
             self._end(lease, _after_death(lease), lease.owner)
         elif lease.state is LeaseState.ENDING and lease.attempts:
@@ -282,8 +291,17 @@ class Guardian:
 
     async def _end_if_nobody_renews(self, lease: Lease) -> None:
         """After a restart or in a clone: the provider's own expiry tells whether somebody goes on with it."""
-        why = await self.upkeep.abandoned(lease)
-        if why is not None:
+        try:
+            why = await self.upkeep.abandoned(lease)
+        except NoCredentials:
+            self.stuck.add(lease.lease_id)
+            return
+        except Exception:  # it has said so
+            self.failing.setdefault(lease.lease_id, clock.seconds())
+            return
+        if why is None:
+            self.failing.pop(lease.lease_id, None)
+        else:
             self._end(lease, Decision(_after_death(lease).fate, why), lease.owner)
 
     def _end(self, lease: Lease, decision: Decision, owner: Owner | None) -> None:
@@ -354,6 +372,7 @@ class Guardian:
         for lease in self.open:  # what failed without them may work with them
             if lease.provider == credentials.name:  # its account, or the new key to it
                 self.retries.succeeded(lease.lease_id)
+                self.retries.succeeded("ask " + lease.lease_id)
                 self.stuck.discard(lease.lease_id)
         self.changed.set()
 

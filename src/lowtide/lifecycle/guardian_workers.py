@@ -681,6 +681,8 @@ async def _do(
     if "look" in job:
         try:
             sighting = await ask_provider.ask(provider, lease)
+        except AuthenticationError as error:
+            return {"refused": str(error)}
         except LowtideError as error:
             return {"error": str(error)}
         return {"testimony": sighting.testimony, "expires_at": sighting.expires_at}

@@ -1,0 +1,79 @@
+"""Two machines made from one image have the same machine-id, and share a home: the other boot is no restart."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.crash.environments import Place
+from tests.crash.world import World
+
+pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="mounts another boot id as root")
+
+
+def another_boot(directory: Path) -> Place:
+    """A machine with the same machine-id and another boot, as far as lowtide can see."""
+    boot = directory / "boot_id"
+    boot.write_text(f"{uuid.uuid4()}\n")
+    script = f'mount --bind {boot} /proc/sys/kernel/random/boot_id && exec "$@"'
+    return ("unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh")
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def guardians(world: World) -> list[int]:
+    return [int(line.split()[4]) for line in world.log().splitlines() if " watches " in line]
+
+
+def sweep(world: World, place: Place) -> None:
+    command = [*place, sys.executable, "-m", "lowtide", "sweep", "--provider", world.provider_name]
+    subprocess.run(command, env=world.environ, check=True, capture_output=True, timeout=120)
+
+
+def test_the_sandboxes_of_an_owner_on_the_other_machine_are_left(world: World, tmp_path: Path) -> None:
+    here = world.start("hold", 2)
+    here.until("READY")
+    world.guardian()
+    place = another_boot(tmp_path)
+    there = world.start("hold", 1, within=place)
+    there.until("READY")
+    until(lambda: len(guardians(world)) == 2)  # each machine has its own
+    sweep(world, place)
+    sweep(world, ())
+    both = here.made() | there.made()
+    deadline = time.monotonic() + 7.0  # longer than a guardian's look at the ledger
+    while time.monotonic() < deadline:
+        assert both <= world.existing(), f"wrongly ended: {world.log()[-2000:]}"
+        time.sleep(0.1)
+    there.kill()
+    until(lambda: not there.made() & world.existing())
+    assert here.made() <= world.existing()
+    here.kill()
+    world.wait_until_clean()
+
+
+@pytest.mark.local  # a hosted one may outlive the machine, and is asked for
+def test_after_a_restart_the_lock_is_free_and_what_was_left_is_removed(world: World, tmp_path: Path) -> None:
+    before = world.start("hold", 2, within=another_boot(tmp_path))
+    before.until("READY")
+    until(lambda: len(guardians(world)) == 1)
+    (guardian,) = guardians(world)
+    os.kill(guardian, signal.SIGSTOP)
+    before.kill()
+    os.kill(guardian, signal.SIGKILL)
+    assert before.made() <= world.existing()
+    assert world.start("normal_exit", 1).wait() == 0  # the first process after the restart
+    world.wait_until_clean()
