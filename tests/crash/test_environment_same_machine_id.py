@@ -7,24 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.crash.environments import Place
+from tests.crash.environments import another_boot
 from tests.crash.world import World
-
-pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="mounts another boot id as root")
-
-
-def another_boot(directory: Path) -> Place:
-    """A machine with the same machine-id and another boot, as far as lowtide can see."""
-    boot = directory / "boot_id"
-    boot.write_text(f"{uuid.uuid4()}\n")
-    script = f'mount --bind {boot} /proc/sys/kernel/random/boot_id && exec "$@"'
-    return ("unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh")
 
 
 def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -38,21 +27,21 @@ def guardians(world: World) -> list[int]:
     return [int(line.split()[4]) for line in world.log().splitlines() if " watches " in line]
 
 
-def sweep(world: World, place: Place) -> None:
-    command = [*place, sys.executable, "-m", "lowtide", "sweep", "--provider", world.provider_name]
-    subprocess.run(command, env=world.environ, check=True, capture_output=True, timeout=120)
+def sweep(world: World, environ: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "lowtide", "sweep", "--provider", world.provider_name]
+    subprocess.run(command, env={**world.environ, **environ}, check=True, capture_output=True, timeout=120)
 
 
 def test_the_sandboxes_of_an_owner_on_the_other_machine_are_left(world: World, tmp_path: Path) -> None:
     here = world.start("hold", 2)
     here.until("READY")
     world.guardian()
-    place = another_boot(tmp_path)
-    there = world.start("hold", 1, within=place)
+    other = another_boot(tmp_path)
+    there = world.start("hold", 1, **other)
     there.until("READY")
     until(lambda: len(guardians(world)) == 2)  # each machine has its own
-    sweep(world, place)
-    sweep(world, ())
+    sweep(world, other)
+    sweep(world, {})
     both = here.made() | there.made()
     deadline = time.monotonic() + 7.0  # longer than a guardian's look at the ledger
     while time.monotonic() < deadline:
@@ -67,7 +56,7 @@ def test_the_sandboxes_of_an_owner_on_the_other_machine_are_left(world: World, t
 
 @pytest.mark.local  # a hosted one may outlive the machine, and is asked for
 def test_after_a_restart_the_lock_is_free_and_what_was_left_is_removed(world: World, tmp_path: Path) -> None:
-    before = world.start("hold", 2, within=another_boot(tmp_path))
+    before = world.start("hold", 2, **another_boot(tmp_path))
     before.until("READY")
     until(lambda: len(guardians(world)) == 1)
     (guardian,) = guardians(world)

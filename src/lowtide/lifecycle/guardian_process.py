@@ -69,28 +69,40 @@ class _Lock:
         looks at nothing any more: whoever has started us may be dead before it is gone, so that is waited for.
         """
         deadline = time.monotonic() + TURN_SECONDS
-        while not self.take():
+        fd = self._open()
+        while not _taken(fd):
             if (self._path / socket_name()).exists() or time.monotonic() > deadline:
+                os.close(fd)
                 return False
             time.sleep(0.05)
+        self._fd = fd
         return True
 
     def take(self) -> bool:
         """Now, if nobody has it. Of a state directory that was made again, the lock in there."""
-        fd = os.open(self._path / lock_name(), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        fd = self._open()
+        if not _taken(fd):
             os.close(fd)
             return False
         self.free()
         self._fd = fd
         return True
 
+    def _open(self) -> int:
+        return os.open(self._path / lock_name(), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
     def free(self) -> None:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+def _taken(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def log_to(path: Path) -> None:
