@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 import lowtide
+from tests.crash.conftest import EMULATED
 from tests.crash.world import Actor, World
 
 NEEDED = {
     "faulty": "testing/faulty.py",
     "local": "providers/local/provider.py",
-    "e2b": "providers/e2b/sdk.py",
 }
-"""Without this module an installation cannot serve the provider, as one without its SDK cannot."""
+"""Without this module an installation cannot serve the provider, as one without its SDK cannot serve a hosted one."""
 
 
 def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -61,11 +61,11 @@ def first_come(world: World, target: Path, *within: str) -> Actor:
     return actor
 
 
-@pytest.mark.also("e2b")
+@pytest.mark.also
 def test_the_guardian_comes_from_an_installation_that_cannot_serve_the_provider(world: World) -> None:
     target = installation(world, "without")
-    if world.provider_name == "e2b":
-        hide_sdk(target, "e2b")
+    if world.provider_name in EMULATED:
+        hide_sdk(target, EMULATED[world.provider_name])
     else:
         (target / "lowtide" / NEEDED[world.provider_name]).unlink()
     other = first_come(world, target)
@@ -81,7 +81,7 @@ def test_the_guardian_comes_from_an_installation_that_cannot_serve_the_provider(
     world.wait_until_clean()
 
 
-@pytest.mark.also("e2b")
+@pytest.mark.also
 def test_the_installation_of_owner_and_guardian_is_deleted(world: World) -> None:
     """tox, uvx, a CI job: the environment is removed while, or before, the process is killed."""
     target = installation(world, "deleted")
@@ -132,7 +132,7 @@ def test_a_guardian_that_can_serve_nothing_of_what_is_left_leaves(world: World) 
 
 def until_ready_for(world: World) -> None:
     """Until the guardian has what it needs, its workers among it: a moment after the owner has come."""
-    if world.provider_name == "e2b":
+    if world.provider_name in EMULATED:
         until(lambda: bool(workers_of(world)))
     time.sleep(2.5)
 
@@ -148,7 +148,7 @@ def workers_of(world: World) -> list[int]:
     return found
 
 
-@pytest.mark.only("e2b")
+@pytest.mark.only
 @pytest.mark.skipif(os.getuid() != 0, reason="makes a network namespace as root")
 def test_the_guardian_was_started_in_another_network_namespace(world: World) -> None:
     """A VPN, `unshare -n`: the guardian cannot reach the service, its owner's worker can."""
@@ -228,5 +228,18 @@ def test_a_relative_home_or_one_with_a_tilde_has_its_guardian(
     said = actor.errors.read_text()
     assert ("XDG_STATE_HOME=state is not an absolute path and is ignored" in said) == (value == "state"), said
     assert sorted(path.name for path in home.iterdir() if path.name in ("state", "~")) == []
+    actor.kill()
+    world.wait_until_clean()
+
+
+@pytest.mark.only
+def test_a_relative_home_has_its_guardian_and_its_workers(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(world.home.parent)
+    world.environ["LOWTIDE_HOME"] = world.home.name
+    actor = world.start("hold", 1)
+    actor.until("READY")
+    world.guardian()
     actor.kill()
     world.wait_until_clean()

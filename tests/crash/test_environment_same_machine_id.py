@@ -32,6 +32,7 @@ def sweep(world: World, environ: dict[str, str]) -> None:
     subprocess.run(command, env={**world.environ, **environ}, check=True, capture_output=True, timeout=120)
 
 
+@pytest.mark.also
 def test_the_sandboxes_of_an_owner_on_the_other_machine_are_left(world: World, tmp_path: Path) -> None:
     here = world.start("hold", 2)
     here.until("READY")
