@@ -97,6 +97,8 @@ class Guardian:
         self.upkeep = Upkeep(self.ledger, self.workers, self.retries)
         self.open: list[Lease] = []
         self.ending: dict[str, asyncio.Task[None]] = {}
+        self.learned = 0
+        """How often owners have told of credentials that were new."""
         self.stuck: set[str] = set()
         """Leases that cannot be ended for want of credentials. They do not keep the guardian."""
         self.failing: dict[str, float] = {}
@@ -291,10 +293,12 @@ class Guardian:
 
     async def _end_if_nobody_renews(self, lease: Lease) -> None:
         """After a restart or in a clone: the provider's own expiry tells whether somebody goes on with it."""
+        known = self.learned
         try:
             why = await self.upkeep.abandoned(lease)
-        except NoCredentials:
-            self.stuck.add(lease.lease_id)
+        except (NoCredentials, AuthenticationError):
+            if self.learned == known:
+                self.stuck.add(lease.lease_id)
             return
         except Exception:  # it has said so
             self.failing.setdefault(lease.lease_id, clock.seconds())
@@ -317,12 +321,15 @@ class Guardian:
         task.add_done_callback(ended)
 
     async def _end_one(self, lease: Lease, decision: Decision, owner: Owner | None) -> None:
+        known = self.learned
         try:
             async with self.rooms.setdefault((lease.provider, lease.account), asyncio.Semaphore(AT_ONCE)):
                 outcome, why = await self.workers.with_any_key(
                     lease, lambda account: self._end_with(account, lease, decision, owner)
                 )
         except NoCredentials as error:
+            if self.learned != known:  # an owner told of some meanwhile: perhaps with its last message
+                return
             self.stuck.add(lease.lease_id)
             outcome, why = Outcome.FAILED, str(error)
         except Exception as error:
@@ -369,11 +376,14 @@ class Guardian:
             self.changed.set()
         if not self.workers.learn(credentials, start):
             return
-        for lease in self.open:  # what failed without them may work with them
-            if lease.provider == credentials.name:  # its account, or the new key to it
-                self.retries.succeeded(lease.lease_id)
-                self.retries.succeeded("ask " + lease.lease_id)
-                self.stuck.discard(lease.lease_id)
+        self.learned += 1
+        # What failed without them may work with them: leases of that account, or of another one that has a new key. Those
+        # that are stuck may be younger than the last look at the ledger.
+        again = {lease.lease_id for lease in self.open if lease.provider == credentials.name} | self.stuck
+        for lease_id in again:
+            self.retries.succeeded(lease_id)
+            self.retries.succeeded("ask " + lease_id)
+        self.stuck.clear()
         self.changed.set()
 
     # The installation, the ledger or the whole state directory is taken away.
