@@ -180,24 +180,32 @@ def test_owners_in_two_network_namespaces_share_a_guardian(world: World) -> None
     world.wait_until_clean()
 
 
-BROKEN = """
-from lowtide.lifecycle import guardian_link
-make(1)
-wait_to_be_struck()
-"""
+def python_that_cannot(world: World, module: str, instead: str) -> str:
+    """A Python for lowtide's own processes in which one of them does not come up."""
+    path = world.home.parent / "python"
+    path.write_text(f'#!/bin/sh\ncase "$*" in *{module}*) {instead};; esac\nexec {sys.executable} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
 
 
 @pytest.mark.only("e2b")
 def test_an_owner_is_warned_when_no_worker_can_be_started_for_it(world: World) -> None:
     """While it lives: after its death nobody could tell anybody."""
-    refusing = world.home.parent / "python"
-    refusing.write_text(
-        f'#!/bin/sh\ncase "$*" in *guardian_workers*) exit 1;; esac\nexec {sys.executable} "$@"\n'
-    )
-    refusing.chmod(0o755)
-    owner = world.start_program(BROKEN, LOWTIDE_PYTHON=str(refusing))
+    broken = python_that_cannot(world, "guardian_workers", "exit 1")
+    owner = world.start("hold", 1, LOWTIDE_PYTHON=broken)
     owner.until("READY")
-    until(lambda: "could not destroy the sandboxes" in owner.errors.read_text(), 60)
+    until(lambda: "could not be started (exit status 1)" in owner.errors.read_text(), 15)
+    owner.process.terminate()
+    owner.wait()
+    world.wait_until_clean()
+
+
+@pytest.mark.parametrize("instead", ["exit 0", "exec sleep 20"])
+def test_an_owner_is_warned_when_its_guardian_does_not_come_up(world: World, instead: str) -> None:
+    broken = python_that_cannot(world, "guardian_process", instead)
+    owner = world.start("hold", 1, LOWTIDE_PYTHON=broken)
+    owner.until("READY")
+    until(lambda: "the guardian did not come up within 5 s" in owner.errors.read_text(), 5.0 * 3)
     owner.process.terminate()
     owner.wait()
     world.wait_until_clean()

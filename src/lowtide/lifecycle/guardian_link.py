@@ -44,6 +44,8 @@ PATIENCE_SECONDS = 0.7
 """How long the first guardian launched may take before another is; each next one gets 1.6 times as long."""
 UP_SECONDS = 5.0
 """A guardian is up within a fraction of a second. After this the user is warned; it is tried on meanwhile."""
+REAP_SECONDS = (0.3, 2.0)
+"""When to look whether a worker could be started; then with every look at the leases."""
 LAUNCHES = 6
 """After so many that did not come up (about 18 s) it is left alone for a while."""
 AGAIN_SECONDS = 300.0
@@ -62,8 +64,8 @@ class GuardianLink:
     _socket: socket.socket | None = None
     _linking: asyncio.Task[None] | None = None
     _launched: int | None = None
-    _workers: list[int] = field(default_factory=list)
-    """Launchers of workers, until they are reaped."""
+    _workers: dict[int, str] = field(default_factory=dict)
+    """Launchers of workers, until they are reaped, and their providers."""
     _unsent: bytearray = field(default_factory=bytearray)
     _unread: bytearray = field(default_factory=bytearray)
     _again_at: float = 0.0
@@ -251,7 +253,10 @@ class GuardianLink:
             return
         try:
             command = isolated.command(WORKER, str(self.path), name, account, detached=True)
-            self._workers.append(spawn(command, worker_environ(os.environ, told, self.path), os.devnull))
+            launcher = spawn(command, worker_environ(os.environ, told, self.path), os.devnull)
+            self._workers[launcher] = name
+            for seconds in REAP_SECONDS:
+                asyncio.get_running_loop().call_later(seconds, self._reap_workers)
             started = {"name": name, "account": account}
             owner = Owner.current().as_dict()
             self._unsent += _line({"protocol": PROTOCOL, "owner": owner, "providers": [], "started": started})
@@ -263,11 +268,19 @@ class GuardianLink:
             )
 
     def _reap_workers(self) -> None:
-        for pid in list(self._workers):
-            with contextlib.suppress(ChildProcessError):
-                if os.waitpid(pid, os.WNOHANG)[0] == 0:
+        """A launcher exits as soon as its worker has detached from it."""
+        for pid, name in list(self._workers.items()):
+            with contextlib.suppress(ChildProcessError):  # the program waits for all its children
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended == 0:
                     continue
-            self._workers.remove(pid)
+                if status:
+                    self._say_once(
+                        f"the process that destroys the sandboxes of {name} if this one crashes could not be started "
+                        f"(exit status {os.waitstatus_to_exitcode(status)}); is LOWTIDE_PYTHON, or the Python that "
+                        "runs here, complete?"
+                    )
+            del self._workers[pid]
 
     def _lost(self) -> None:
         """The guardian died or left. Start it again: we may hold leases."""
