@@ -41,6 +41,12 @@ def damage(world: World, how: str) -> None:
     if how == "scrambled":
         log.unlink()
         scramble(ledger)
+    elif how == "pages scrambled":
+        log.unlink()
+        with open(ledger, "r+b") as file:  # what opens it still reads the first page
+            size = file.seek(0, 2)
+            file.seek(4096)
+            file.write(os.urandom(max(0, size - 4096)))
     elif how == "emptied":
         log.unlink()
         os.truncate(ledger, 0)
@@ -53,7 +59,7 @@ def damage(world: World, how: str) -> None:
         shared.unlink()
 
 
-HOW = ["scrambled", "emptied", "log deleted", "shared memory deleted", "both deleted"]
+HOW = ["scrambled", "pages scrambled", "emptied", "log deleted", "shared memory deleted", "both deleted"]
 
 
 def seen_by_the_guardian(world: World) -> None:

@@ -67,3 +67,35 @@ def test_after_a_restart_the_lock_is_free_and_what_was_left_is_removed(world: Wo
     assert before.made() <= world.existing()
     assert world.start("normal_exit", 1).wait() == 0  # the first process after the restart
     world.wait_until_clean()
+
+
+@pytest.mark.local
+def test_a_kept_sandbox_of_the_other_machine_is_left_to_that_machine(world: World, tmp_path: Path) -> None:
+    """Also once it is due: its processes are there, and only there can they be ended."""
+    other = another_boot(tmp_path)
+    there = world.start_program(
+        """
+        box = Sandbox.run(**OPTIONS, keep="always", keep_for_seconds=2)
+        say("MADE", box.sandbox_id)
+        box.stop().result()
+        wait_to_be_struck()
+        """,
+        **other,
+    )
+    there.until("READY")
+    until(lambda: len(guardians(world)) == 1)
+    (guardian,) = guardians(world)
+    os.kill(guardian, signal.SIGSTOP)  # it comes late
+    here = world.start("hold", 1)
+    here.until("READY")
+    time.sleep(2.0)
+    sweep(world, {})
+    deadline = time.monotonic() + 6.0  # longer than a guardian's look at the ledger
+    while time.monotonic() < deadline:
+        assert there.made() <= world.existing(), f"wrongly ended: {world.log()[-2000:]}"
+        time.sleep(0.1)
+    os.kill(guardian, signal.SIGCONT)
+    until(lambda: not there.made() & world.existing())
+    there.kill()
+    here.kill()
+    world.wait_until_clean()

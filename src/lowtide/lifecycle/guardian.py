@@ -35,7 +35,7 @@ from lowtide.lifecycle.guardian_workers import Credentials, NoCredentials, Start
 from lowtide.lifecycle.keep import Decision, Fate
 from lowtide.lifecycle.lease import Lease, LeaseState, Outcome
 from lowtide.lifecycle.ledger import OPEN_STATES
-from lowtide.lifecycle.owner import RESTARTS, Owner, Standing, Verdict
+from lowtide.lifecycle.owner import RESTARTS, UNPROVEN, Owner, Standing, Verdict
 from lowtide.lifecycle.owner_watch import OwnerWatch
 from lowtide.lifecycle.sqlite_ledger import SqliteLedger
 from lowtide.machine import machine_id
@@ -165,6 +165,8 @@ class Guardian:
             return False
         if self._has_to_make_way():
             return False
+        if self.ledger.damaged:  # seen by a write, while it can still be read
+            self._set_ledger_aside()
         try:
             if not self.path.is_dir() and not await self._make_home_again():
                 return False
@@ -209,14 +211,20 @@ class Guardian:
         since = self.failing.get(lease.lease_id)
         if since is not None and clock.seconds() - since > GIVE_UP_SECONDS:
             return False
-        if lease.state is LeaseState.KEPT:
-            return not self._ends_by_itself(lease)
         standing = verdicts[lease.owner].standing
+        if lease.state is LeaseState.KEPT:
+            return self._may_end_kept(lease, standing) and not self._ends_by_itself(lease)
         if standing is Standing.UNKNOWN and not lease.owner.here:
             return False  # in another container: it cannot be seen from here
         if standing in RESTARTS and self.workers.outlives_machine(lease):
             return lease.lifetime_seconds is not None  # else its provider ends it, and nobody renews it
         return standing is not Standing.PERHAPS_RESTARTED
+
+    def _may_end_kept(self, lease: Lease, standing: Standing) -> bool:
+        """Whether it can be ended from here: a local one only on its own machine, in its own container."""
+        if lease.owner.machine_id != machine_id():
+            return False
+        return lease.owner.here or standing not in UNPROVEN or self.workers.outlives_machine(lease)
 
     def _ends_by_itself(self, lease: Lease) -> bool:
         """A kept one that is not due soon and whose provider ends it no later than we would."""
@@ -273,14 +281,15 @@ class Guardian:
         here = verdict.standing is not Standing.UNKNOWN or lease.owner.here
         if lease.state is LeaseState.KEPT:
             due = lease.kept_until is not None and (self.deadlines.left(lease.lease_id, lease.kept_until) < 0)
-            seen = here or (lease.owner.machine_id == machine_id() and self.workers.outlives_machine(lease))
-            if due and seen:
+            if due and self._may_end_kept(lease, verdict.standing):
                 self._end(lease, Decision(Fate.DESTROY, "kept until now"), None)
         elif not here:
             return
         elif verdict.standing in RESTARTS and self.workers.outlives_machine(lease):
             if self.upkeep.ask_due(lease):
                 self._in_background(self._end_if_nobody_renews(lease))
+        elif verdict.standing is Standing.PERHAPS_RESTARTED:
+            return
         elif verdict.standing in (Standing.DEAD, Standing.RESTARTED):
             self._end(lease, _after_death(lease), lease.owner)
         elif lease.state is LeaseState.ENDING and lease.attempts:
@@ -336,6 +345,7 @@ class Guardian:
             outcome, why = Outcome.FAILED, str(error) or type(error).__name__
         again = ""
         if outcome is Outcome.FAILED:
+            self.ledger.suspect(why)
             self.failing.setdefault(lease.lease_id, clock.seconds())
             wait = self.retries.failed(lease.lease_id)
             # A moment later, so that it is due by then; else the next look would be the regular one.

@@ -87,6 +87,11 @@ class LedgerFile:
         self._open_again()
         return aside
 
+    def suspect(self, why: str) -> None:
+        """Another process failed with that: what it says of this file is reason enough to look. See `set_aside`."""
+        if str(self.path) in why and any(words in why for words in _DAMAGED):
+            self.damaged = True
+
     def unsettled(self) -> list[Lease] | None:
         """What the file says last, also if it was removed since. None where it cannot be read.
 

@@ -35,6 +35,8 @@ class Standing(enum.StrEnum):
 
 RESTARTS = frozenset({Standing.RESTARTED, Standing.PERHAPS_RESTARTED})
 """Of a hosted sandbox both mean the same: its provider is asked whether somebody still renews it."""
+UNPROVEN = frozenset({Standing.UNKNOWN, Standing.PERHAPS_RESTARTED})
+"""The owner may be alive, perhaps on another machine: there its local sandboxes are, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +83,12 @@ class Owner:
     @property
     def here(self) -> bool:
         """On this machine, in this boot and pid namespace: then its death can be seen."""
-        return (
-            self.machine_id == machine.machine_id()
-            and self.boot_id == machine.boot_id()
-            and self.namespace == machine.namespace()
-        )
+        return self.same_boot and self.namespace == machine.namespace()
+
+    @property
+    def same_boot(self) -> bool:
+        """On this machine and in this boot; perhaps in another container."""
+        return self.machine_id == machine.machine_id() and self.boot_id == machine.boot_id()
 
     def replaced_by(self, other: Owner) -> bool:
         """Whether this one has made way for `other` by an exec: the same process, another program in it."""
@@ -135,8 +138,8 @@ class Owner:
 
         An owner on this machine from an earlier boot is dead, once that boot is proven to be over.
         """
-        unclear = {Standing.UNKNOWN: None, Standing.PERHAPS_RESTARTED: None}
-        return {Standing.ALIVE: True, **unclear}.get(self.verdict().standing, False)
+        standing = self.verdict().standing
+        return None if standing in UNPROVEN else standing is Standing.ALIVE
 
     def verdict(self) -> Verdict:
         """Whether it lives, as far as that can be told from here, and how that is known."""
