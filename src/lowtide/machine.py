@@ -44,17 +44,27 @@ def state_directory(environ: Mapping[str, str] | None = None) -> Path:
     """The path of the state directory, always absolute. Creates nothing.
 
     A leading ``~`` is expanded in both variables: it comes from files (`.env`, unit files) that no shell reads.
-    A relative ``LOWTIDE_HOME`` counts from the working directory of this moment. A relative ``XDG_STATE_HOME``
-    is ignored, as the XDG specification asks, with a warning.
+    A relative ``LOWTIDE_HOME`` counts from the working directory that the process had when it was first used: a
+    program that changes its directory has one home all the same. A relative ``XDG_STATE_HOME`` is ignored, as the XDG
+    specification asks, with a warning.
     """
     environ = os.environ if environ is None else environ
     if chosen := environ.get("LOWTIDE_HOME"):
-        return Path(os.path.abspath(os.path.expanduser(chosen)))
+        return _absolute(os.path.expanduser(chosen))
     state = os.path.expanduser(environ.get("XDG_STATE_HOME") or "")
     if state and not os.path.isabs(state):
         _ignored_state_home(state)
         state = ""
     return Path(os.path.abspath(state or os.path.expanduser("~/.local/state"))) / "lowtide"
+
+
+def _absolute(path: str) -> Path:
+    return Path(os.path.abspath(path)) if os.path.isabs(path) else _resolved_once(path)
+
+
+@cache
+def _resolved_once(path: str) -> Path:
+    return Path(os.path.abspath(path))
 
 
 @cache

@@ -319,3 +319,15 @@ def test_a_forked_child_with_its_parents_number_in_another_namespace_is_another_
     place = ("unshare", "--pid", "--mount-proc", "--fork", "--kill-child")
     done = subprocess.run([*place, sys.executable, "-c", program], timeout=60)
     assert done.returncode == 0
+
+
+def test_a_program_that_changes_its_directory_has_one_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path)
+    environ = {"LOWTIDE_HOME": f"relative-{tmp_path.name}"}
+    first = machine.state_directory(environ)
+    assert first == tmp_path / environ["LOWTIDE_HOME"]
+    monkeypatch.chdir(tmp_path / "below")
+    assert machine.state_directory(environ) == first
