@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.cli import listing
+from lowtide.ui import fleet as listing
 from lowtide.lifecycle.lease import Lease, LeaseState, new_lease_id
 from lowtide.lifecycle.owner import Owner
 from lowtide.lifecycle.sqlite_ledger import SqliteLedger
