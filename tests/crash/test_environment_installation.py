@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 
 import lowtide
 from tests.crash.conftest import EMULATED
+from tests.crash.environments import Place
 from tests.crash.world import Actor, World
 
 NEEDED = {
@@ -40,10 +42,18 @@ def installation(world: World, name: str) -> Path:
     return target
 
 
-def hide_sdk(target: Path, name: str) -> None:
-    """An installation without the provider's SDK: as if ``pip install "lowtide[NAME]"`` had not been run there."""
-    (target / name).mkdir()
-    (target / name / "__init__.py").write_text(f"raise ModuleNotFoundError('No module named {name!r}')\n")
+def without_packages(name: str) -> Place:
+    """A place in which a program runs on the plain interpreter, without the packages installed here, and so without SDKs.
+
+    A module beside lowtide would not do: lowtide's own processes load nothing from there before what is installed.
+    """
+    plain = os.path.join(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
+    if (
+        subprocess.run([plain, "-c", f"import {EMULATED[name]}"], capture_output=True, check=False).returncode
+        == 0
+    ):
+        pytest.skip(f"the plain interpreter has the {name} SDK, too")
+    return ("sh", "-c", f'shift; exec {plain} "$@"', "sh")
 
 
 def first_come(world: World, target: Path, *within: str) -> Actor:
@@ -64,11 +74,12 @@ def first_come(world: World, target: Path, *within: str) -> Actor:
 @pytest.mark.also
 def test_the_guardian_comes_from_an_installation_that_cannot_serve_the_provider(world: World) -> None:
     target = installation(world, "without")
+    place: Place = ()
     if world.provider_name in EMULATED:
-        hide_sdk(target, EMULATED[world.provider_name])
+        place = without_packages(world.provider_name)
     else:
         (target / "lowtide" / NEEDED[world.provider_name]).unlink()
-    other = first_come(world, target)
+    other = first_come(world, target, *place)
     owner = world.start("hold", 2)
     owner.until("READY")
     owner.kill()
