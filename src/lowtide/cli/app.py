@@ -30,6 +30,7 @@ COMMANDS = {
     "mcp": "Serve sandboxes as tools to an MCP client.",
     "emulate": "Serve providers' own protocols on this machine (e2b, daytona, runloop, coreweave, modal).",
     "sweep": "Find orphans and end those that may be ended.",
+    "forget": "Settle a lease whose account can no longer be asked.",
     "adopt": "Keep a sandbox alive beyond its owner, until a time.",
     "history": "What happened to a sandbox, step by step.",
     "report": "Sandboxes, hours, estimated costs, and what clean-up saved.",
