@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import logging
 import os
 import signal
 import socket
@@ -20,12 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lowtide import isolated, machine
+from lowtide import isolated, logger, machine
 from lowtide.errors import MissingDependencyError
 from lowtide.lifecycle.owner import Owner
 from lowtide.providers.base import Provider
 
-log = logging.getLogger("lowtide.guardian")
+log = logger.get("lowtide.guardian")
 
 MESSAGE_BYTES = 1 << 20
 """The longest message either end takes: one account with its environment."""

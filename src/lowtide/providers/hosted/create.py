@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-from lowtide import errors
+from lowtide import errors, logger
 from lowtide.providers.base import LABEL_PREFIX, SandboxInfo, SandboxSpec
 from lowtide.providers.hosted.service import Service, was_lost
 from lowtide.providers.network.policy import Policy
@@ -41,7 +40,7 @@ async def recovered(
     except errors.LowtideError as error:
         if not lost(error):
             raise
-        log = logging.getLogger(f"lowtide.{service.provider}")
+        log = logger.get(f"lowtide.{service.provider}")
         log.info("lease %s: the answer to create was lost; looking for what it made", lease_id)
         try:
             found = await find()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, ClassVar
 
-from lowtide import errors
+from lowtide import errors, logger
 from lowtide.providers import hosted
 from lowtide.providers.base import (
     Capability,
@@ -31,7 +30,7 @@ from lowtide.providers.kubernetes.options import KubernetesOptions
 if TYPE_CHECKING:
     from lowtide.providers.inside import Channel
 
-log = logging.getLogger("lowtide.kubernetes")
+log = logger.get("lowtide.kubernetes")
 
 DEFAULT_IMAGE = "python:3.12-slim"
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowtide import engine, isolated
+from lowtide import engine, isolated, threads
 from lowtide.errors import SandboxFailedError, SandboxUnavailableError
 from lowtide.providers.local.wait_readable import readable
 
@@ -367,11 +367,10 @@ def _run_spawner(control: int) -> int:
 
 def _reap(pid: int) -> None:
     """It ends within a moment of its control socket; nobody waits for it longer than that."""
-    import threading
 
     def wait() -> None:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
 
     with contextlib.suppress(RuntimeError):  # the interpreter is shutting down: then init reaps it
-        threading.Thread(target=wait, name="lowtide-reap", daemon=True).start()
+        threads.start(wait)
