@@ -13,6 +13,9 @@ PYTHON ?=
 PYTEST_ARGS ?=
 # WITHOUT="and not newcomer" leaves out of test-all what `make test` has run already.
 WITHOUT ?=
+# FULL=1 runs every conformance case on every provider; tests/selection.py says what is left out without it.
+FULL ?=
+CASES := $(if $(FULL),not alone,not alone and not full)
 # Most tests wait for processes, engines and servers rather than for a processor.
 WORKERS ?= $(shell echo $$(( 2 * $$(nproc) )))
 
@@ -31,9 +34,9 @@ demo: $(VENV)/.runtime ## the two-minute tour: sandboxes, a kill -9, and nothing
 test: $(VENV)/.test ## the newcomer's test-suite: no engine, no account, a few minutes
 	@LOWTIDE_CRASH_KILLS=4 $(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m newcomer $(PYTEST_ARGS) $(NEWCOMER)
 
-test-all: $(VENV)/.dev ## the whole test-suite; with engines (scripts/engines up) on them, too
+test-all: $(VENV)/.dev ## the whole test suite, with the engines that `scripts/engines up` started; FULL=1 leaves no case out
 	@code=0; \
-	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not alone $(WITHOUT)" $(PYTEST_ARGS) || code=$$?; \
+	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "$(CASES) $(WITHOUT)" $(PYTEST_ARGS) || code=$$?; \
 	$(BIN)/pytest -q -m alone $(PYTEST_ARGS) || code=$$?; \
 	exit $$code
 

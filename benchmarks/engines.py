@@ -233,7 +233,7 @@ def _write_pod(file: Any, image: str) -> str:
     spec = SandboxSpec(
         labels=Labels(lease_id=new_lease_id(), ledger_id="none", owner="none"),
         image=image,
-        network=Network(mode=NetworkMode.FULL),
+        network=Network(mode=NetworkMode.INTERNET),
         lifetime_seconds=86400.0,
     )
     architecture = os.uname().machine

@@ -55,6 +55,12 @@ def _transfer(home: Path, given: Namespace) -> Comparison:
     return transfer.in_and_out(home, given.large_samples)
 
 
+def _network(home: Path, given: Namespace) -> Comparison:
+    from benchmarks import network
+
+    return network.pip_install(home, min(given.large_samples, 10))
+
+
 def _tree(home: Path, given: Namespace) -> Comparison:
     from benchmarks import transfer
 
@@ -133,6 +139,7 @@ SECTIONS: dict[str, dict[str, Measure]] = {
         "import": _import,
         "transfer": _transfer,
         "tree": _tree,
+        "network": _network,
     },
     "Nothing left behind": {
         "ledger": _ledger,

@@ -15,7 +15,7 @@ import pytest
 
 from lowtide.testing.leaks import Leak, Watch
 from lowtide.trees.remove import remove_tree
-from tests import newcomers, retries
+from tests import repeat, selection
 
 RUN = "LOWTIDE_TEST_RUN"  # the run's directory, handed by the controller to its workers
 SEED = "LOWTIDE_CRASH_SEED"  # what random kills are drawn from; given, they are drawn again
@@ -31,7 +31,7 @@ def _is_worker(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    for rule in (newcomers, retries):
+    for rule in (selection, repeat):
         config.pluginmanager.register(rule)
     config.stash[_left] = []
     # A shell starts what runs in its background with Ctrl+C ignored, and every process of a test would inherit that.

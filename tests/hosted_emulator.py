@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -29,4 +30,14 @@ def serving(provider: str, *, plain: bool = True, limit: int | None = None) -> I
 
     with emulator(provider, plain=plain, limit=limit, set_environment=True) as handle:
         yield handle
+        engine().run(_refused_creates_settled(provider), timeout=60.0)
         engine().run(registry.aclose(), timeout=60.0)
+
+
+async def _refused_creates_settled(provider: str) -> None:
+    """Nobody could look for them any more without the service."""
+    from lowtide.lifecycle.leases import lifecycle
+
+    waits = [held.ending for held in lifecycle().held.values() if held.provider.name == provider]
+    if pending := [ending for ending in waits if ending is not None]:
+        await asyncio.wait(pending, timeout=30.0)

@@ -42,15 +42,21 @@ class PipeChannel:
         self.limit: int | None = None
         """After how many received bytes it breaks."""
         self.gentle = False
+        self.silent = False
+        """As behind a firewall that has begun to drop packets: what is sent is lost, nothing arrives, nothing ends."""
 
     async def send(self, data: bytes) -> None:
         assert self.process.stdin is not None
+        if self.silent:
+            return
         self.process.stdin.write(data)
         await self.process.stdin.drain()
 
     async def receive(self) -> bytes:
         assert self.process.stdout is not None
         data = await self.process.stdout.read(1 << 16)
+        while self.silent:
+            await asyncio.sleep(3600)
         if self.limit is not None:
             self.limit -= len(data)
             if self.limit <= 0:  # in the middle of whatever was under way

@@ -46,7 +46,7 @@ def missing() -> str | None:
 
 needs_node = [pytest.mark.engine, pytest.mark.skipif(missing() is not None, reason=missing() or "")]
 
-FULL = Network(mode=NetworkMode.FULL)
+FULL = Network(mode=NetworkMode.INTERNET)
 
 
 class Node:

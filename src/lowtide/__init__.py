@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from lowtide.lifecycle.lease import EndReport, Keep, Outcome
     from lowtide.operation import Operation, results, wait
     from lowtide.process import Process, ProcessResult, TerminalSession
-    from lowtide.providers.base import Capability, Limits, Network, SandboxState, Url
+    from lowtide.providers.base import Capability, DeniedConnection, Limits, Network, SandboxState, Url
     from lowtide.providers.base import SandboxState as SandboxStatus
     from lowtide.providers.optional import CodeResult, FileEntry, FileKind
     from lowtide.sandbox import Sandbox
@@ -82,7 +82,7 @@ _HOMES = {
     "lowtide.lifecycle.lease": ("EndReport", "Keep", "Outcome"),
     "lowtide.operation": ("Operation", "results", "wait"),
     "lowtide.process": ("Process", "ProcessResult", "TerminalSession"),
-    "lowtide.providers.base": ("Capability", "Limits", "Network", "SandboxState", "Url"),
+    "lowtide.providers.base": ("Capability", "DeniedConnection", "Limits", "Network", "SandboxState", "Url"),
     "lowtide.providers.optional": ("CodeResult", "FileEntry", "FileKind"),
     "lowtide.sandbox": ("Sandbox",),
     "lowtide.session": ("Session",),
@@ -97,6 +97,7 @@ __all__ = [
     "CleanupError",
     "CodeResult",
     "CommandTimeoutError",
+    "DeniedConnection",
     "EndReport",
     "FileEntry",
     "FileKind",

@@ -11,8 +11,10 @@ from typing import NamedTuple
 
 from lowtide.trees.pack import Pack
 from lowtide.trees.tar_stream import Reader, TarError
-from lowtide.trees.unpack import Careful
+from lowtide.trees.unpack import Careful, TooLarge
 from lowtide.trees.walk import DIRECTORY, Position
+
+__all__ = ["Chunks", "TooLarge", "Tree", "merge", "pack", "unpack"]
 
 
 class Tree(NamedTuple):
@@ -40,11 +42,15 @@ def pack(directory: str, write: Callable[[bytes], object]) -> Tree:
     return Tree(packed.files, packed.bytes, tuple(packed.skipped), tuple(packed.changed))
 
 
-def unpack(chunks: Iterable[bytes], directory: str) -> Tree:
-    """Unpack a tar stream into `directory`, which must be empty and ours alone. Raises tarfile.TarError."""
+def unpack(chunks: Iterable[bytes], directory: str, *, most: int | None = None, umask: int = 0) -> Tree:
+    """Unpack a tar stream into `directory`, which must be empty and ours alone.
+
+    Raises tarfile.TarError for a broken stream, and TooLarge before more than `most` bytes are written; each entry
+    counts for 4 KiB besides its content. `umask` is taken from the modes of files and directories.
+    """
     root = os.open(directory, DIRECTORY)
     try:
-        unpacked = Careful(root)
+        unpacked = Careful(root, most=most, umask=umask)
         unpacked.run(Reader(Chunks(chunks)))
     except TarError as error:
         raise tarfile.ReadError(str(error)) from None

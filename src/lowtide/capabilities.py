@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 _NETWORK = {
     NetworkMode.NONE: Capability.NETWORK_NONE,
-    NetworkMode.FULL: Capability.NETWORK_FULL,
+    NetworkMode.INTERNET: Capability.NETWORK_INTERNET,
+    NetworkMode.HOST: Capability.NETWORK_HOST,
     NetworkMode.ALLOW: Capability.NETWORK_ALLOW,
 }
 
@@ -31,8 +32,10 @@ _INSTEAD = {
     Capability.PIDS_LIMIT: "leave the pids limit out",
     Capability.DISK_LIMIT: "leave the disk limit out",
     Capability.NETWORK_NONE: "choose a provider that can cut the network off, such as local or docker",
-    Capability.NETWORK_FULL: "leave network out",
-    Capability.NETWORK_ALLOW: "use network='none' or network='full'",
+    Capability.NETWORK_INTERNET: "leave network out",
+    Capability.NETWORK_HOST: "use network='internet', an allow-list, or the local provider",
+    Capability.NETWORK_ALLOW: "use network='none' or network='internet'",
+    Capability.DENIED_CONNECTIONS: "use the local provider, or docker with an allow-list",
     Capability.NETWORK_PORTS: "name the host or range without a port, or use the local provider",
     Capability.GVISOR: "use local, docker or kubernetes with gVisor (runsc), or a provider with machines of its own",
     Capability.PORTS: "talk to the program through exec() and files",
@@ -46,6 +49,11 @@ def check(settings: SandboxDefaults) -> None:
     chosen = settings.provider or registry.default_name()
     provider = registry.provider_class(chosen) if isinstance(chosen, str) else type(chosen)
     validate.provider_options(provider, settings.provider_options)
+    if any(name.startswith("LOWTIDE_") for name in settings.environment_variables):
+        from lowtide.providers.inside.program import check_variables
+
+        # On every provider, also where no program takes them: code that runs on one runs on all.
+        check_variables(settings.environment_variables)
     for argument, capability in _asked_for(settings):
         require(provider, capability, argument, settings.isolation)
 

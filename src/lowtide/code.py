@@ -14,7 +14,7 @@ import json
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from lowtide import logger
+from lowtide import logger, sandbox_json
 from lowtide.errors import (
     CommandTimeoutError,
     LowtideError,
@@ -175,7 +175,7 @@ class CodeRunner:
                     continue
                 *ends, rest = data.split(b"\n")
                 for end in ends:
-                    answer = json.loads(held + end)
+                    answer = sandbox_json.parse(held + end)
                     held.clear()
                     waiting = self._waiting.get(answer["id"])
                     if waiting is not None and not waiting.done():
@@ -188,6 +188,10 @@ class CodeRunner:
             problem = self._ended(await handle.wait())
         except SandboxGone as error:
             problem = error
+        except sandbox_json.TooLargeError as error:
+            self._said = str(error).encode()
+            with contextlib.suppress(LowtideError, OSError):
+                await handle.terminate(0.0)
         except Exception as error:
             # Of the connection; or this is no answer: everything in the sandbox can write there.
             log.debug("the interpreters are given up", exc_info=error)

@@ -35,7 +35,14 @@ class SandboxOptions(TypedDict, total=False):
     environment_variables: Mapping[str, str] | None
     tags: Sequence[str] | None
     resources: Mapping[str, Any] | Limits | None
-    network: Literal["none", "full"] | list[str] | tuple[str, ...] | Mapping[str, Any] | Network | None
+    network: (
+        Literal["none", "internet", "host", "full"]
+        | list[str]
+        | tuple[str, ...]
+        | Mapping[str, Any]
+        | Network
+        | None
+    )
     isolation: Literal["gvisor"] | Isolation | None
     ports: Sequence[int] | None
     max_lifetime_seconds: float | None
@@ -87,8 +94,16 @@ class SandboxDefaults:
     """To find sandboxes again: letters, digits, ``. _ -``, at most 59 characters, ending in a letter or digit."""
     resources: Mapping[str, Any] | Limits | None = None
     """``{"limits": {"cpu": "1", "memory": "256Mi", "pids": 64, "disk": "1Gi"}}``; the inner part alone will do."""
-    network: Literal["none", "full"] | list[str] | tuple[str, ...] | Mapping[str, Any] | Network | None = None
-    """``"none"``, ``"full"`` or ``{"allow": ["example.org", "10.0.0.0/8"]}``; None is the provider's default."""
+    network: (
+        Literal["none", "internet", "host", "full"]
+        | list[str]
+        | tuple[str, ...]
+        | Mapping[str, Any]
+        | Network
+        | None
+    ) = None
+    """``"none"``, ``"internet"`` (or ``"full"``), ``"host"`` or ``["example.org", "10.0.0.0/8"]``; None is the
+    provider's default."""
     isolation: Literal["gvisor"] | Isolation | None = None
     """``"gvisor"``: a kernel of the sandbox's own in front of the machine's; None is the provider's own wall."""
     ports: Sequence[int] | None = None

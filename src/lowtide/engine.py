@@ -75,6 +75,7 @@ class Engine:
         self.loop.set_default_executor(self._workers)
         self._thread: int | None = None
         self._under_way: set[concurrent.futures.Future[Any]] = set()
+        self._shielded: set[asyncio.Task[Any]] = set()
         self._ended = False
         threads.start(self._run, "lowtide")
 
@@ -105,11 +106,32 @@ class Engine:
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start `work` on the loop, from any thread."""
+        return self._hand_over(
+            work, lambda future: _chain_future(asyncio.ensure_future(work, loop=self.loop), future)
+        )
+
+    def submit_shielded(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start `work` on the loop, from any thread. Cancelling the future only abandons the wait: `work` runs to its end.
+
+        `submit` passes a cancellation on, and one that arrives before the loop has taken up `work` drops it unstarted.
+        """
+
+        def begin(future: concurrent.futures.Future[T]) -> None:
+            task = self.loop.create_task(work)
+            self._shielded.add(task)  # the loop itself only holds tasks weakly
+            task.add_done_callback(self._shielded.discard)
+            task.add_done_callback(lambda done: _pass_on(done, future))
+
+        return self._hand_over(work, begin)
+
+    def _hand_over(
+        self, work: Coroutine[Any, Any, T], begin: Callable[[concurrent.futures.Future[T]], object]
+    ) -> concurrent.futures.Future[T]:
         future: threads.Future[T] = threads.Future()
 
-        def begin() -> None:
+        def on_loop() -> None:
             try:
-                _chain_future(asyncio.ensure_future(work, loop=self.loop), future)
+                begin(future)
             except BaseException as error:
                 if future.set_running_or_notify_cancel():
                     future.set_exception(error)
@@ -117,7 +139,7 @@ class Engine:
         self._under_way.add(future)
         future.add_done_callback(self._under_way.discard)
         try:
-            self.loop.call_soon_threadsafe(begin)
+            self.loop.call_soon_threadsafe(on_loop)
         except RuntimeError as error:  # closed
             work.close()
             raise _ended() from error
@@ -184,6 +206,21 @@ def _ended() -> SandboxError:
 def _log_unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """What asyncio would log from the loop's own thread."""
     logger.enqueue(lambda: loop.default_exception_handler(context))
+
+
+def _pass_on(task: asyncio.Task[T], future: concurrent.futures.Future[T]) -> None:
+    """Give `future` the outcome of `task`, unless its caller has cancelled it."""
+    error = (
+        None if task.cancelled() else task.exception()
+    )  # retrieved in any case, so that asyncio does not log it
+    if task.cancelled():
+        future.cancel()
+    if not future.set_running_or_notify_cancel():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(task.result())
 
 
 def engine() -> Engine:

@@ -19,7 +19,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
-from lowtide import logger
+from lowtide import logger, sandbox_json
 from lowtide.errors import LowtideError, SandboxError, SandboxFileError, ValidationError
 from lowtide.operation import Operation
 
@@ -33,7 +33,7 @@ R = TypeVar("R")
 log = logger.get("lowtide")
 
 _LARGEST_RESULT = 64 << 20
-"""In bytes of JSON, which takes many times that in memory. It comes from a sandbox, and may be anything."""
+"""In bytes of JSON. It comes from a sandbox, and may be anything; `sandbox_json` bounds what it becomes in memory."""
 
 _RUNNER = """
 import importlib, json, sys
@@ -118,7 +118,9 @@ class RemoteFunction(Generic[P, R]):
         finally:
             await self._end(sandbox)
         try:
-            result: R = json.loads(answer)
+            result: R = sandbox_json.parse(answer)
+        except sandbox_json.TooLargeError as error:
+            raise SandboxError(f"{self.__name__}: its result is too large: {error}") from error
         except (ValueError, RecursionError) as error:
             raise SandboxError(f"{self.__name__}: what came back is not its result") from error
         return result

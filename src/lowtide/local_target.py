@@ -56,6 +56,15 @@ def write_into(path: str, blocks: Iterable[bytes], given_up: Callable[[], bool])
         os.close(fd)
 
 
+def umask() -> int:
+    """Of this process. It is read without changing it, which would be seen by every other thread."""
+    with open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    return 0o022
+
+
 def put_in_place(source: str, target: str) -> None:
     """A file that has come, onto `target`, whatever that is."""
     place, direct = resolve(target)

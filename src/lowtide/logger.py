@@ -21,10 +21,13 @@ from lowtide import threads
 
 QUEUED_LINES = 10_000
 """What may wait for a handler that blocks. Later lines are dropped and counted."""
-LIBRARIES = frozenset(
-    "aiodocker aiohttp anyio asyncio cwsandbox daytona e2b grpc grpclib h2 hpack httpcore httpcore2 httpx httpx2 "
-    "kubernetes modal modal-client runloop_api_client urllib3 websockets".split()
-)
+# fmt: off
+LIBRARIES = frozenset({
+    "aiodocker", "aiohttp", "anyio", "asyncio", "cwsandbox", "daytona", "e2b", "grpc", "grpclib", "h2", "hpack",
+    "httpcore", "httpcore2", "httpx", "httpx2", "kubernetes", "modal", "modal-client", "runloop_api_client",
+    "urllib3", "websockets",
+})
+# fmt: on
 """Whose loggers are used on the engine's threads, by the first word of their names."""
 
 _queue: threads.SimpleQueue[Callable[[], object]] = threads.SimpleQueue()

@@ -101,11 +101,17 @@ class Operation(Coroutine[Any, Any, T_co]):
         return self
 
     @classmethod
-    def start(cls, work: Coroutine[Any, Any, T], *, audience: Audience | None = None) -> Operation[T]:
-        """Start `work` on the engine's loop; `audience` counts who waits for what it brings."""
+    def start(
+        cls, work: Coroutine[Any, Any, T], *, audience: Audience | None = None, shielded: bool = False
+    ) -> Operation[T]:
+        """Start `work` on the engine's loop; `audience` counts who waits for what it brings.
+
+        `shielded`: cancelling the operation, or the task that awaits it, does not cancel `work`. Every end of a
+        sandbox is started this way.
+        """
         from lowtide.engine import engine
 
-        return Operation(engine().submit(work), audience)
+        return Operation(engine().submit_shielded(work) if shielded else engine().submit(work), audience)
 
     @classmethod
     def over(cls, value: T) -> Operation[T]:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lowtide.errors import CommandTimeoutError, LowtideError, OutputLimitError, SandboxError
+from lowtide.errors import CommandTimeoutError, LowtideError, OutputLimitError, SandboxError, SandboxGone
 from lowtide.in_background import in_background
 from lowtide.stream import StreamReader
 
@@ -130,6 +130,7 @@ class Command:
         self._failure: _Failure | None = None
         self._task: asyncio.Task[Any] | None = None
         self._ending: asyncio.Task[None] | None = None
+        self._unconfirmed: str | None = None  # why nobody knows whether it has ended
         self._source_error: Exception | None = None
         self._watchdog: asyncio.TimerHandle | None = None
         self._gave_up = False
@@ -216,7 +217,9 @@ class Command:
         if self._watchdog is not None:  # the reading has ended; what follows must not be given up for it
             self._watchdog.cancel()
         if self._ending is not None:
-            await asyncio.wait({self._ending}, timeout=GRACE_SECONDS + _DRAIN_SECONDS)
+            _, waiting = await asyncio.wait({self._ending}, timeout=GRACE_SECONDS + _DRAIN_SECONDS)
+            if waiting:
+                self._unconfirmed = "the provider has not said that it ended"
         await handle.aclose()
 
     async def _start(self, provider: Provider, sandbox_id: str) -> ProcessHandle | None:
@@ -238,6 +241,7 @@ class Command:
                 raise  # the provider's own
             in_background(_abandon_when_started(starting))
             self._failure = CommandTimeoutError
+            self._unconfirmed = "it had not begun by then, and is ended when it does"
             return None
         self._handle = handle
         self._answer_waiting()
@@ -290,8 +294,16 @@ class Command:
             return  # it was in time; only its streams are still listened to
         self._failure = failure
         loop = asyncio.get_running_loop()
-        self._ending = loop.create_task(_quietly(self._handle.terminate(GRACE_SECONDS)))
+        self._ending = loop.create_task(self._terminate(self._handle))
         self._watchdog = loop.call_later(GRACE_SECONDS + _DRAIN_SECONDS, self._give_up)
+
+    async def _terminate(self, handle: ProcessHandle) -> None:
+        try:
+            await handle.terminate(GRACE_SECONDS)
+        except SandboxGone:
+            pass  # and the command with it
+        except Exception as error:
+            self._unconfirmed = f"{type(error).__name__}: {error}"
 
     def _give_up(self) -> None:
         self._gave_up = True
@@ -299,17 +311,21 @@ class Command:
             self._task.cancel()
 
     def _failed(self, result: ProcessResult) -> LowtideError:
-        what = self.spec.argv[0]
+        what, ended = self.spec.argv[0], "was ended"
+        if self._unconfirmed is not None:
+            ended = f"may still run, stop() the sandbox to be sure ({self._unconfirmed})"
         if self._failure is OutputLimitError:
             return OutputLimitError(
-                f"{what} printed more than {self._limit} bytes and was ended: say max_output_bytes, or capture=False "
+                f"{what} printed more than {self._limit} bytes and {ended}: say max_output_bytes, or capture=False "
                 "to read any amount from its streams",
                 result=result,
                 **self.context,
             )
-        return CommandTimeoutError(
-            f"{what} was ended after {self._timeout_seconds} seconds", result=result, **self.context
-        )
+        if self._unconfirmed is not None:
+            message = f"{what} was not over after {self._timeout_seconds} seconds and {ended}"
+        else:
+            message = f"{what} was ended after {self._timeout_seconds} seconds"
+        return CommandTimeoutError(message, result=result, **self.context)
 
     async def _opened(self) -> ProcessHandle:
         import asyncio

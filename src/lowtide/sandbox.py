@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from lowtide.lifecycle.lease import EndReport, Lease
     from lowtide.lookup import StateName
-    from lowtide.providers.base import Provider, SandboxInfo, SandboxState, Url
+    from lowtide.providers.base import DeniedConnection, Provider, SandboxInfo, SandboxState, Url
     from lowtide.session import Session
 
 T = TypeVar("T")
@@ -129,7 +129,7 @@ class Sandbox(SandboxFacts, SandboxCommands, SandboxFiles):
 
         validate.text("sandbox_id", sandbox_id)
         validate.flag("missing_ok", missing_ok)
-        return Operation.start(lookup.delete(sandbox_id, lookup.chosen(provider), missing_ok))
+        return Operation.start(lookup.delete(sandbox_id, lookup.chosen(provider), missing_ok), shielded=True)
 
     @classmethod
     @shows_options
@@ -194,6 +194,8 @@ class Sandbox(SandboxFacts, SandboxCommands, SandboxFiles):
     ) -> Operation[EndReport]:
         """End it and everything it holds; the report says what happened.
 
+        The sandbox is ended even if the task that awaits the stop is cancelled.
+
         Any number of times, from any thread. One that is already gone is no error (`missing_ok` is
         accepted for those used to it). `failed` is what ``keep="on-failure"`` looks at, as an error that leaves a
         ``with`` block is; `keep`: leave it running for its ``keep_for_seconds``, whatever policy it has. When it
@@ -215,14 +217,15 @@ class Sandbox(SandboxFacts, SandboxCommands, SandboxFiles):
         validate.flag("missing_ok", missing_ok)
         if snapshot_on_stop and self._life.begun:
             self._require("SNAPSHOT", "snapshot_on_stop")
-        return Operation.start(
-            self._end(
-                grace_seconds=graceful_shutdown_seconds,
-                snapshot_on_stop=snapshot_on_stop,
-                failed=failed,
-                keep_it=keep,
-            )
+        return self._begin_end(
+            grace_seconds=graceful_shutdown_seconds,
+            snapshot_on_stop=snapshot_on_stop,
+            failed=failed,
+            keep_it=keep,
         )
+
+    def _begin_end(self, **how: Any) -> Operation[EndReport]:
+        return Operation.start(self._end(**how), shielded=True)
 
     async def _end(self, **how: Any) -> EndReport:
         return block_exit.ended(await self._life.end(**how))
@@ -253,6 +256,24 @@ class Sandbox(SandboxFacts, SandboxCommands, SandboxFiles):
         self._require("PORTS", "url")
         return self._call(lambda provider, sandbox_id: provider.url(sandbox_id, port))  # type: ignore[attr-defined]
 
+    def denied_connections(self) -> Operation[builtins.list[DeniedConnection]]:
+        """What its network setting has refused so far, oldest first; also after its end.
+
+        Each target is listed once, with the time of its first refusal, and at most 1,000 of them. A provider
+        that does not tell raises UnsupportedError.
+        """
+        self._require("DENIED_CONNECTIONS", "denied_connections")
+        return Operation.start(self._denied_connections())
+
+    async def _denied_connections(self) -> builtins.list[DeniedConnection]:
+        if self._life.info is None:
+            await self._life.accepted()
+        assert self._life.info is not None
+        found: builtins.list[DeniedConnection] = await self._life.connect().denied_connections(  # type: ignore[attr-defined]
+            self._life.info.sandbox_id
+        )
+        return found
+
     # Both kinds of ``with``.
 
     def __enter__(self) -> Self:
@@ -273,7 +294,7 @@ class Sandbox(SandboxFacts, SandboxCommands, SandboxFiles):
             return  # a forked child leaves its parent's block; the sandbox is the parent's
         if sys.is_finalizing():
             return  # a generator that nobody has finished: the exit hook has ended it
-        block_exit.leave(Operation.start(self._end(failed=block_exit.is_failure(error))), error)
+        block_exit.leave(self._begin_end(failed=block_exit.is_failure(error)), error)
 
     async def __aenter__(self) -> Self:
         try:
@@ -291,7 +312,7 @@ class Sandbox(SandboxFacts, SandboxCommands, SandboxFiles):
     ) -> None:
         if self._life.inherited:
             return
-        await block_exit.leave_async(Operation.start(self._end(failed=block_exit.is_failure(error))), error)
+        await block_exit.leave_async(self._begin_end(failed=block_exit.is_failure(error)), error)
 
     def __await__(self) -> Generator[Any, None, Self]:
         """Wait until commands can run. Cancelling that before they can ends the sandbox."""
@@ -317,7 +338,7 @@ class Sandbox(SandboxFacts, SandboxCommands, SandboxFiles):
         return Operation.start(work, audience=None if self._life.is_ready else self._audience)
 
     def _end_unheld(self) -> None:
-        Operation.start(self._life.end(grace_seconds=0.0, force=True))
+        Operation.start(self._life.end(grace_seconds=0.0, force=True), shielded=True)
 
 
 def in_event_loop() -> bool:

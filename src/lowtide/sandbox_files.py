@@ -91,18 +91,27 @@ class SandboxFiles:
             remote, lambda p, i, where: upload.upload(p, i, source, where), argument="remote"
         )
 
-    def download(self, remote: StrPath, local: str | os.PathLike[str]) -> Operation[Transfer]:
+    def download(
+        self, remote: StrPath, local: str | os.PathLike[str], *, max_bytes: int | None = 64 << 30
+    ) -> Operation[Transfer]:
         """Copy a file, or a whole directory, out of the sandbox; the size is verified.
 
         What a directory holds is not trusted: links that lead out of it, devices and the like are
         left out, and named in ``Transfer.skipped``. A file takes its place when it is whole; a device or a pipe
-        in its place is written into.
+        in its place is written into. Modes are kept without the bits of this process's umask.
+
+        SandboxFileError where more than `max_bytes` (None: no bound) would be written, each entry of a directory counting
+        for 4 KiB besides its content, and where a file brings 64 MiB more than the size that it reports. Nothing is left
+        of such a download.
         """
         from lowtide import download
 
         target = os.path.abspath(validate.path("local", local))
+        most = None if max_bytes is None else validate.positive("max_bytes", max_bytes)
         return self._file_call(
-            remote, lambda p, i, where: download.download(p, i, where, target), argument="remote"
+            remote,
+            lambda p, i, where: download.download(p, i, where, target, max_bytes=most),
+            argument="remote",
         )
 
     def list_dir(self, path: StrPath = ".") -> Operation[Sequence[FileEntry]]:

@@ -225,7 +225,7 @@ class Session:
         if sys.is_finalizing():
             self._closed = True
             return Operation.over([sandbox._life.left_to_exit() for sandbox in self._members.values()])
-        return Operation.start(self._close(**how))
+        return Operation.start(self._close(**how), shielded=True)
 
     def _check_open(self) -> None:
         self._settle_in_child()

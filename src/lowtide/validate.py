@@ -228,24 +228,29 @@ def isolation(argument: str, value: Any) -> Isolation:
 
 
 def network(argument: str, value: Any) -> Network:
-    """``"none"``, ``"full"``, an allow-list, or the words of cwsandbox (``deny_egress``, ``egress``)."""
+    """``"none"``, ``"internet"``, ``"host"``, an allow-list, or the words of cwsandbox.
+
+    Those are ``"full"``, which means ``"internet"``, and the mappings ``deny_egress`` and ``egress``.
+    """
     from lowtide.providers.base import Network, NetworkMode
 
     if isinstance(value, Network):
         return _allowed(argument, value.allow) if value.mode is NetworkMode.ALLOW else value
-    if value in ("none", "full"):
+    if value == "full":
+        return Network(mode=NetworkMode.INTERNET)
+    if value in ("none", "internet", "host"):
         return Network(mode=NetworkMode(value))
     if isinstance(value, list | tuple):
         return _allowed(argument, strings(argument, value))
     if not isinstance(value, Mapping):
-        refuse(argument, f"must be 'none', 'full' or a list of hosts and ranges, not {value!r}")
+        refuse(argument, f"must be 'none', 'internet', 'host' or a list of hosts and ranges, not {value!r}")
     if value.keys() == {"allow"}:
         return _allowed(argument, strings(argument, value["allow"]))
     if value.keys() == {"deny_egress"} and isinstance(value["deny_egress"], bool):
-        return Network(mode=NetworkMode.NONE if value["deny_egress"] else NetworkMode.FULL)
+        return Network(mode=NetworkMode.NONE if value["deny_egress"] else NetworkMode.INTERNET)
     if value.keys() == {"egress"} and isinstance(value["egress"], Sequence):
         return _egress(argument, value["egress"])
-    refuse(argument, f"must be 'none', 'full' or {{'allow': [...]}}, not {dict(value)!r}")
+    refuse(argument, f"must be 'none', 'internet', 'host' or {{'allow': [...]}}, not {dict(value)!r}")
 
 
 def _allowed(argument: str, entries: Sequence[str]) -> Network:
@@ -266,7 +271,7 @@ def _egress(argument: str, rules: Sequence[Any]) -> Network:
     allowed = []
     for rule in rules:
         if rule == {"any": True}:
-            return Network(mode=NetworkMode.FULL)
+            return Network(mode=NetworkMode.INTERNET)
         if not isinstance(rule, Mapping) or len(rule) != 1 or not rule.keys() <= {"dns_name", "cidr"}:
             refuse(
                 argument, f"has a rule that cannot be kept: {rule!r}; write dns_name or cidr, nothing else"

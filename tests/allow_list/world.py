@@ -21,6 +21,28 @@ ROOT = Path(__file__).parents[2]
 MACHINE, GATEWAY, NAMESERVER = "45.77.1.2", "45.77.1.1", "9.9.9.9"
 GOOD, OTHER, PRIVATE, METADATA = "93.184.216.34", "93.184.216.35", "10.1.2.3", "169.254.169.254"
 SHARED = "100.100.100.200"  # a cloud's metadata service that is not link-local
+MACHINE6, GATEWAY6, GOOD6 = "2a01:4f8:1::2", "2a01:4f8:1::1", "2606:2800:220:1::1"
+NOT_PUBLIC = {
+    "private_10": PRIVATE,
+    "private_172": "172.16.0.9",
+    "private_192": "192.168.7.7",
+    "carrier_grade_nat": "100.64.0.1",
+    "metadata": METADATA,
+    "shared_metadata": SHARED,
+    "azure_metadata": "168.63.129.16",
+    "benchmarking": "198.18.77.77",
+    "unique_local": "fd00:ec2::254",
+    "unique_local_of_a_home": "fd12:3456::1",
+    "site_local": "fec0::1",
+    "nat64": "64:ff9b::a9fe:a9fe",
+    "local_nat64": "64:ff9b:1::a9fe:a9fe",
+    "six_to_four": "2002:a9fe:a9fe::1",
+    "teredo": "2001:0:a9fe:a9fe::1",
+    "documentation_6": "2001:db8::1",
+    "ipv4_compatible": "::a9fe:a9fe",
+    "outside_global_unicast": "4000::1",
+}
+"""The world has all of these addresses, and answers on them: only a refusal keeps them from a sandbox."""
 PORTS = (22, 80, 443, 5432, 8443)
 NAMES = {
     "good.example": [GOOD],
@@ -32,26 +54,40 @@ NAMES = {
     "zero.example": ["0.0.0.0"],
     "mixed.example": ["127.0.0.1", METADATA, GOOD],
     "self.example": [MACHINE],
+    "many.example": ["10.1.2.3", "192.168.7.7", "172.16.0.9", "100.64.0.1"],
 }
-LOOPBACK_NAMES6 = {"mapped.example": "::ffff:127.0.0.1", "nat64.example": "64:ff9b::a9fe:a9fe"}
+NAMES6 = {
+    "mapped.example": "::ffff:127.0.0.1",
+    "nat64.example": "64:ff9b::a9fe:a9fe",
+    "local6.example": "fd00:ec2::254",
+    "six.example": GOOD6,
+}
 
 
-def run_on_the_machine(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
-    """Run it on the machine of a world that is made for it. "{log}" in the command is where the world writes."""
+def run_on_the_machine(
+    command: Sequence[str], seconds: float, files: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run it on the machine of a world that is made for it. "{log}" in the command is where the world writes.
+
+    The world serves `files`, a folder, below ``http://good.example/files/``.
+    """
     with tempfile.TemporaryDirectory(prefix="ltw-") as folder:
         os.chmod(folder, 0o755)
         log = Path(folder, "log")
         log.touch(0o644)
         Path(folder, "resolv.conf").write_text(f"nameserver {NAMESERVER}\noptions timeout:1 attempts:2\n")
-        with _inhabited(log) as world:
+        with _inhabited(log, files) as world:
             inside = [
                 f"ip link add m0 type veth peer name w0 netns {world}",
                 f"ip addr add {MACHINE}/24 dev m0",
+                f"ip addr add {MACHINE6}/64 dev m0 nodad",
                 "ip link set lo up",
                 "ip link set m0 up",
                 f"nsenter -t {world} -n ip addr add {GATEWAY}/24 dev w0",
+                f"nsenter -t {world} -n ip addr add {GATEWAY6}/64 dev w0 nodad",
                 f"nsenter -t {world} -n ip link set w0 up",
                 f"ip route add default via {GATEWAY}",
+                f"ip -6 route add default via {GATEWAY6}",
                 f"mount --bind {folder}/resolv.conf /etc/resolv.conf",
                 'exec "$@"',
             ]
@@ -75,8 +111,8 @@ def run_on_the_machine(command: Sequence[str], seconds: float) -> subprocess.Com
 
 
 @contextlib.contextmanager
-def _inhabited(log: Path) -> Iterator[int]:
-    command = ["unshare", "-n", sys.executable, "-m", "tests.allow_list.world", str(log)]
+def _inhabited(log: Path, files: Path | None) -> Iterator[int]:
+    command = ["unshare", "-n", sys.executable, "-m", "tests.allow_list.world", str(log), str(files or "")]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
@@ -90,10 +126,10 @@ def _inhabited(log: Path) -> Iterator[int]:
 # ---------------------------------------------------------------- the world itself
 
 
-async def main(log: str) -> None:
+async def main(log: str, files: str = "") -> None:
     for command in (
         "ip link set lo up",
-        *(f"ip addr add {a}/32 dev lo" for a in (NAMESERVER, GOOD, OTHER, PRIVATE, METADATA, SHARED)),
+        *(f"ip addr add {a} dev lo" for a in (NAMESERVER, GOOD, OTHER, GOOD6, *NOT_PUBLIC.values())),
     ):
         subprocess.run(command.split(), check=True)
     loop = asyncio.get_running_loop()
@@ -115,6 +151,18 @@ async def main(log: str) -> None:
                     writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + bytes(30_000_000))
                     await writer.drain()
                     break
+                elif files and data.startswith(b"GET /files/"):
+                    path = data.split()[1].decode().removeprefix("/files/")
+                    file = Path(files, path, "index.html" if path.endswith("/") else "")
+                    if not file.is_file():
+                        writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+                        continue
+                    kind = "text/html" if path.endswith("/") else "application/octet-stream"
+                    head = f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {file.stat().st_size}\r\n\r\n"
+                    writer.write(head.encode())
+                    await writer.drain()
+                    with file.open("rb") as opened:
+                        await loop.sendfile(writer.transport, opened)
                 elif port == 80:
                     body = f"world {address}".encode()
                     head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n"
@@ -154,19 +202,27 @@ async def main(log: str) -> None:
                 self.turns += kind == 1
                 found = [GOOD] if self.turns == 1 else [METADATA]
             packed = [socket.inet_aton(a) for a in found] if kind == 1 else []
-            if kind == 28 and name in LOOPBACK_NAMES6:
-                packed = [socket.inet_pton(socket.AF_INET6, LOOPBACK_NAMES6[name])]
-            code = 0 if found or name in LOOPBACK_NAMES6 else 3
+            if kind == 28 and name in NAMES6:
+                packed = [socket.inet_pton(socket.AF_INET6, NAMES6[name])]
+            code = 0 if found or name in NAMES6 else 3
             head = data[:2] + struct.pack(">HHHHH", 0x8180 | code, 1, len(packed), 0, 0) + data[12 : at + 5]
             answers = [struct.pack(">HHHIH", 0xC00C, kind, 1, 0, len(a)) + a for a in packed]
             self.transport.sendto(head + b"".join(answers), addr)  # type: ignore[attr-defined]
 
+    class Echo(asyncio.DatagramProtocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            self.transport = transport
+
+        def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
+            self.transport.sendto(b"world " + data, addr)  # type: ignore[attr-defined]
+
     for port in PORTS:
-        await asyncio.start_server(serve, "0.0.0.0", port)
+        await asyncio.start_server(serve, ["0.0.0.0", "::"], port)
     await loop.create_datagram_endpoint(Names, local_addr=(NAMESERVER, 53))
+    await loop.create_datagram_endpoint(Echo, local_addr=(GOOD, 4433))
     print("ready", flush=True)
     await asyncio.sleep(3600)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main(*sys.argv[1:]))

@@ -11,7 +11,7 @@ from tests.container_engine import DOCKER, Boxes, boxes_on, needs_docker
 
 from lowtide.providers.base import Network, NetworkMode, ProcessSpec
 
-FULL, NONE = Network(mode=NetworkMode.FULL), Network(mode=NetworkMode.NONE)
+FULL, NONE = Network(mode=NetworkMode.INTERNET), Network(mode=NetworkMode.NONE)
 
 
 async def _fetch(url: str) -> bytes:

@@ -59,7 +59,8 @@ def test_without_runsc_it_says_what_to_install_and_makes_nothing(
 @pytest.mark.parametrize(
     ("asked", "feature"),
     [
-        ({"network": "full"}, "network-full"),
+        ({"network": "internet"}, "network-internet"),
+        ({"network": "host"}, "network-host"),
         ({"network": ["example.org"]}, "network-allow"),
         ({"resources": {"limits": {"pids": 10}}}, "pids-limit"),
     ],

@@ -18,6 +18,7 @@ SECONDS = 120.0
 LIVES = {
     "modal": [
         "sandbox-create",
+        "sandbox-tags-get",  # its answer to a create does not say whose sandbox it is
         "task-exec-start",
         "task-exec-stdio-read",
         "sandbox-terminate",

@@ -114,7 +114,7 @@ async def test_the_rights_of_the_page_are_enough(restricted: KubernetesProvider)
 async def test_without_secrets_a_shell_line_brings_the_program_and_the_pod_has_the_key(
     restricted: KubernetesProvider,
 ) -> None:
-    wanted = spec(network=Network(mode=NetworkMode.FULL), options=KubernetesOptions(read_only_root=True))
+    wanted = spec(network=Network(mode=NetworkMode.INTERNET), options=KubernetesOptions(read_only_root=True))
     sandbox_id = (await restricted.create(wanted)).sandbox_id
     await restricted.wait_ready(sandbox_id)
     another = KubernetesProvider.connect(restricted.credentials())

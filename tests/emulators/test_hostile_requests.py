@@ -403,3 +403,39 @@ def test_no_number_of_moves_brings_the_clock_where_no_date_is(tmp_path: Path) ->
         made = send.json("POST", "/sandbox", {"ttlMinutes": 60})["id"]
         assert made in [one["id"] for one in send.json("GET", "/sandbox?limit=100")["items"]]
         send.json("DELETE", f"/sandbox/{made}")
+
+
+@pytest.mark.parametrize("length", [1, 70, 71, 200, 100_000])
+def test_a_boundary_of_any_length_is_taken_or_refused(
+    served: Handle, length: int, daytona_neighbour: str, e2b_neighbour: str, runloop_neighbour: str
+) -> None:
+    boundary = b"b" * length
+    head = b'Content-Disposition: form-data; name="file"; filename="x"'
+    body = b"--%b\r\n%b\r\n\r\nhello\r\n--%b--\r\n" % (boundary, head, boundary)
+    kind = {b"Content-Type": b"multipart/form-data; boundary=" + boundary}
+    envd = {b"E2b-Sandbox-Id": e2b_neighbour.encode(), b"E2b-Sandbox-Port": b"49983"}
+    for send, path, more in (
+        (daytona(served, f"/toolbox/{daytona_neighbour}"), "/files/upload?path=/tmp/x", {}),
+        (daytona(served, f"/toolbox/{daytona_neighbour}"), "/files/bulk-upload", {}),
+        (e2b(served), "/files?path=/tmp/x&username=user", envd),
+        (runloop(served), f"/v1/devboxes/{runloop_neighbour}/upload_file", {}),
+    ):
+        status, said = send("POST", path, body, {**kind, **more})
+        assert status < 500, (path, said)
+        assert status >= 400 or length <= 70, (path, status)
+
+
+@pytest.mark.parametrize("length", [100, 246, 247, 20_000])
+def test_metadata_with_a_name_of_any_length_is_taken_or_refused(
+    served: Handle, length: int, e2b_neighbour: str
+) -> None:
+    send = e2b(served)
+    token = send.json("GET", f"/sandboxes/{e2b_neighbour}").get("envdAccessToken") or ""
+    envd = {
+        b"E2b-Sandbox-Id": e2b_neighbour.encode(),
+        b"E2b-Sandbox-Port": b"49983",
+        b"X-Access-Token": token.encode(),
+    }
+    named = {b"X-Metadata-" + b"n" * length: b"v", b"Content-Type": b"application/octet-stream"}
+    status, said = send("POST", "/files?path=/tmp/x&username=user", b"hello", {**envd, **named})
+    assert status == (200 if length <= 246 else 400), said

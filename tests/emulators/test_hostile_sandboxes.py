@@ -59,13 +59,14 @@ def test_no_name_and_no_time_of_a_file_spoils_the_list_it_is_in_on_daytona(
 
 def test_a_line_of_a_session_that_never_ends_is_not_held() -> None:
     command, piece = Command("", echo=False), "ä".encode() * 20_001
-    sent = b""
+    sent, pieces = b"", []
     started = time.process_time()
     for number in range(1000):  # 40 MB: held together and copied each time, that takes most of a minute
         command.take(STDOUT, piece[number % 2 :])
         sent += piece[number % 2 :] if number < 9 else b""
+        if number < 9 and (kept := command.log.piece(len(pieces))) is not None:
+            pieces.append(kept[1])
     assert time.process_time() - started < 5
-    pieces = [kept[1] for number in range(9) if (kept := command.log.piece(number)) is not None]
     assert sent.startswith(b"".join(pieces[:4]))
     assert len(b"".join(pieces[:4])) > 200_000
     shorter = Command("", echo=False)
@@ -312,3 +313,130 @@ def test_files_of_a_template_for_which_there_is_no_room_are_refused_as_such(tmp_
         resource.prlimit(handle.pid, resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
         assert service.refused("PUT", link, "x" * (2 << 20)) == 507
         assert not list(tmp_path.glob("emulators/*/uploads/*"))
+
+
+def test_a_volume_that_has_grown_too_large_is_not_held_in_memory(
+    daytona: Handle, daytona_create: Callable[..., Any], daytona_client: Any
+) -> None:
+    sdk = pytest.importorskip("daytona")
+    volume = daytona_client.volume.get(f"volume-{daytona_create.mark}", create=True)  # type: ignore[attr-defined]
+    mount = sdk.VolumeMount(volume_id=volume.id, mount_path="/home/daytona/data")
+    box = daytona_create(volumes=[mount])
+    box.process.exec("echo kept > /home/daytona/data/file")
+    second = daytona_create(volumes=[mount])
+    assert second.process.exec("cat /home/daytona/data/file").result == "kept\n"
+    box.process.exec("truncate -s 1G /home/daytona/data/large")  # a gigabyte for tar, and nothing on the disk
+    before = peak(daytona.pid)
+    other = daytona_create(volumes=[mount])
+    assert peak(daytona.pid) - before < 700 << 20
+    assert other.process.exec("cat /home/daytona/data/file; ls /home/daytona/data").result.split() == [
+        "kept",
+        "file",
+    ]
+
+
+def peak(pid: int) -> int:
+    """The most memory that it has had, in bytes."""
+    return int(re.findall(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[0]) << 10
+
+
+def test_an_interpreters_line_without_an_end_is_ended_and_long_texts_arrive_whole(
+    daytona_create: Callable[..., Any],
+) -> None:
+    run = daytona_create().code_interpreter.run_code
+    assert len(run("print('x' * 3_000_000)", timeout=60).stdout) == 3_000_001
+    endless = "import __main__, os\nfor _ in range(100): os.write(__main__.told.fileno(), b'x' * 100_000)"
+    ended = run(endless, timeout=20)
+    assert ended.error is not None
+    assert "has ended" in ended.error.value
+    assert run("print(1)", timeout=60).stdout == "1\n"
+
+
+def test_the_log_of_a_command_has_a_bound(daytona_create: Callable[..., Any]) -> None:
+    sdk = pytest.importorskip("daytona")
+    box = daytona_create()
+    box.process.create_session("one")
+    text = "echo first; yes 0123456789abcde | head -c 40000000; echo last"
+    asked = sdk.SessionExecuteRequest(command=text, run_async=True)
+    command = box.process.execute_session_command("one", asked).cmd_id
+    until = time.monotonic() + 60
+    while box.process.get_session_command("one", command).exit_code is None:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    logs = box.process.get_session_command_logs("one", command)
+    assert 8 << 20 <= len(logs.stdout) <= 17 << 20
+    assert logs.stdout.endswith("0123456789abcde\nlast\n")
+    assert "bytes are not kept" in logs.stdout.partition("\n")[0]
+
+
+def test_what_is_kept_of_an_output_is_its_end() -> None:
+    from lowtide.emulators.kept_output import KeptOutput
+
+    kept, whole = KeptOutput(), random.Random(7).randbytes(30 << 20)
+    for at in range(0, len(whole), 700_001):
+        kept.add(whole[at : at + 700_001])
+    assert kept.size == len(whole)
+    assert 8 << 20 <= kept.size - kept.first <= 16 << 20
+    assert kept.read(0, len(whole)) == whole[kept.first :]
+    for at in (kept.first, kept.first + 1, kept.size - (9 << 20), kept.size - 10):
+        at = max(at, kept.first)
+        assert kept.read(at, 1 << 20) == whole[at : at + (1 << 20)]
+    assert kept.read(kept.size, 10) == b""
+    kept.close()
+
+
+SERVER = """
+import http.server
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        told = repr(self.headers.get("Cookie")).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(told)))
+        self.send_header("Set-Cookie", "lowtide-preview-1=mine")
+        self.send_header("Set-Cookie", "theirs=1")
+        self.end_headers()
+        self.wfile.write(told)
+    do_POST = do_GET
+http.server.ThreadingHTTPServer(("127.0.0.1", 3000), Handler).serve_forever()
+"""
+
+
+def test_a_preview_serves_no_page_of_another_sandbox(daytona_create: Callable[..., Any]) -> None:
+    box = daytona_create()
+    box.fs.upload_file(SERVER.encode(), "server.py")
+    box.process.exec("setsid python3 server.py >/dev/null 2>&1 </dev/null &")
+    link = box.create_signed_preview_url(3000, expires_in_seconds=600)
+    at = urlsplit(link.url)
+    cookie = {"Cookie": f"lowtide-preview-{at.port}={link.token}; lowtide-preview-9=others; own=1"}
+
+    def ask(method: str = "GET", **headers: str) -> tuple[int, str, list[str]]:
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        request = urllib.request.Request(f"http://{at.netloc}/", headers={**cookie, **sent}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return answer.status, answer.read().decode(), answer.headers.get_all("Set-Cookie") or []
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, "", []
+
+    until = time.monotonic() + 60
+    while ask()[0] == 502:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    here, other = f"http://{at.netloc}", f"http://{at.hostname}:9"
+    for headers in (
+        {"Origin": here, "Sec_Fetch_Site": "same-origin"},
+        {"Sec_Fetch_Site": "none", "Sec_Fetch_Dest": "document"},
+        {"Sec_Fetch_Site": "same-site", "Sec_Fetch_Dest": "document"},  # a link there
+    ):
+        assert ask(**headers)[0] == 200, headers
+    for method, headers in (
+        ("POST", {"Origin": other, "Sec_Fetch_Site": "same-site"}),
+        ("GET", {"Origin": other}),
+        ("GET", {"Sec_Fetch_Site": "same-site", "Sec_Fetch_Dest": "image"}),
+        ("GET", {"Sec_Fetch_Site": "same-site", "Sec_Fetch_Dest": "iframe"}),
+        ("POST", {"Sec_Fetch_Site": "same-site", "Sec_Fetch_Dest": "document"}),
+    ):
+        assert ask(method, **headers)[0] == 401, (method, headers)
+    assert ask() == (200, "'own=1'", ["theirs=1"])  # no sandbox sees, or sets, what opens another one
+    assert ask("POST", X_Daytona_Preview_Token=box.get_preview_link(3000).token, Origin=other)[0] == 200

@@ -68,7 +68,9 @@ def outside() -> Iterator[int]:
     server.server_close()
 
 
-@pytest.mark.parametrize(("network", "seen"), [("none", "unreachable"), ("full", "outside")])
+@pytest.mark.parametrize(
+    ("network", "seen"), [("none", "unreachable"), ("internet", "unreachable"), ("host", "outside")]
+)
 def test_the_network_the_user_chose_holds_on_every_emulator(
     tmp_path: Path, outside: int, network: str, seen: str
 ) -> None:
@@ -99,7 +101,7 @@ with Sandbox.run(provider="coreweave") as one, Sandbox.run(provider="modal") as 
 
 def test_sandboxes_that_share_the_machines_network_are_not_mixed_up(tmp_path: Path) -> None:
     """The program inside listens on an abstract name, and those belong to the network."""
-    with lowtide.emulators.start("coreweave", "modal", plain=True, network="full", home=tmp_path) as handle:
+    with lowtide.emulators.start("coreweave", "modal", plain=True, network="host", home=tmp_path) as handle:
         environment = {**os.environ, **handle.environment, "LOWTIDE_HOME": str(tmp_path / "home")}
         done = subprocess.run(
             [sys.executable, "-c", TWO], env=environment, capture_output=True, text=True, timeout=120
@@ -109,7 +111,7 @@ def test_sandboxes_that_share_the_machines_network_are_not_mixed_up(tmp_path: Pa
 
 @pytest.mark.parametrize("name", SHUT)
 def test_a_sandbox_that_asks_to_be_shut_off_is(tmp_path: Path, outside: int, name: str) -> None:
-    with lowtide.emulators.start(name, plain=True, network="full", home=tmp_path) as handle:
+    with lowtide.emulators.start(name, plain=True, network="host", home=tmp_path) as handle:
         code = f"import shlex\n{SHUT[name]}\nprint(run('python3 -c ' + shlex.quote({FETCH % outside!r})))"
         environment = {**os.environ, **handle.environment}
         done = subprocess.run(
@@ -120,7 +122,8 @@ def test_a_sandbox_that_asks_to_be_shut_off_is(tmp_path: Path, outside: int, nam
 
 def test_what_is_said_is_understood_or_refused_before_anything_starts() -> None:
     assert network_of("none") == Network()
-    assert network_of("full") == Network(mode=NetworkMode.FULL)
+    assert network_of("full") == network_of("internet") == Network(mode=NetworkMode.INTERNET)
+    assert network_of("host") == Network(mode=NetworkMode.HOST)
     assert network_of("allow=pypi.org,*.pythonhosted.org") == Network(
         mode=NetworkMode.ALLOW, allow=("pypi.org", "*.pythonhosted.org")
     )

@@ -37,6 +37,7 @@ def test_the_sdk_has_every_private_part_that_lowtide_uses() -> None:
             assert session is sdk._shared_session.session
             # As aiohttp has them: the look-ups that are spared, and the connections whose end is awaited.
             assert isinstance(session._trust_env, bool)
+            assert len(session._trace_configs) == 1  # refuses redirects
             assert isinstance(session.connector._conns, dict)  # type: ignore[union-attr]
             await connection.aclose()
             assert session.closed

@@ -120,12 +120,14 @@ def test_quantities_are_understood() -> None:
     ("given", "meant"),
     [
         ("none", Network(mode=NetworkMode.NONE)),
-        ("full", Network(mode=NetworkMode.FULL)),
+        ("internet", Network(mode=NetworkMode.INTERNET)),
+        ("full", Network(mode=NetworkMode.INTERNET)),
+        ("host", Network(mode=NetworkMode.HOST)),
         ({"allow": ["example.org"]}, Network(mode=NetworkMode.ALLOW, allow=("example.org",))),
         ({"allow": []}, Network(mode=NetworkMode.NONE)),
         ({"deny_egress": True}, Network(mode=NetworkMode.NONE)),
         ({"egress": [{"cidr": "10.0.0.0/8"}]}, Network(mode=NetworkMode.ALLOW, allow=("10.0.0.0/8",))),
-        ({"egress": [{"any": True}]}, Network(mode=NetworkMode.FULL)),
+        ({"egress": [{"any": True}]}, Network(mode=NetworkMode.INTERNET)),
     ],
 )
 def test_network_is_understood(given: Any, meant: Network) -> None:

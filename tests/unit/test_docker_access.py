@@ -188,7 +188,9 @@ async def test_an_engine_is_spoken_to_in_a_version_that_it_takes(oldest: str | N
             return web.json_response({"ApiVersion": "1.52", "MinAPIVersion": oldest, "Arch": "amd64"})
         if not request.path.startswith(f"/{asked}/"):
             return web.json_response({"message": "client version 1.41 is too old"}, status=400)
-        return web.json_response([] if request.path.endswith("containers/json") else {}, status=200)
+        labels = {"lowtide-lease": "01abc", "lowtide-ledger": "l", "lowtide-owner": "o"}
+        sandbox = {"Id": "a" * 64, "Name": "/01abc", "Config": {"Labels": labels}}
+        return web.json_response([] if request.path.endswith("containers/json") else sandbox, status=200)
 
     async with _engine(answer) as provider:
         assert [found async for found in provider.list({})] == []

@@ -13,6 +13,7 @@ EXPORTED = [
     "CleanupError",
     "CodeResult",
     "CommandTimeoutError",
+    "DeniedConnection",
     "EndReport",
     "FileEntry",
     "FileKind",

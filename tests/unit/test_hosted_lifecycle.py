@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from lowtide import errors
 from lowtide.backoff import backoff
 from lowtide.providers import hosted
-from lowtide.providers.base import SandboxInfo, SandboxState
+from lowtide.providers.base import Labels, SandboxInfo, SandboxState
 from lowtide.providers.hosted import End, Fault
 
 SERVICE = hosted.Service(
@@ -93,8 +94,11 @@ def test_delays_grow_to_their_bound() -> None:
 # -- create
 
 
+LABELS = Labels(lease_id="lease", ledger_id="ledger", owner="owner")
+
+
 def info(state: SandboxState = SandboxState.RUNNING, reason: str | None = None) -> SandboxInfo:
-    return SandboxInfo(sandbox_id="s1", state=state, labels={}, reason=reason)
+    return SandboxInfo(sandbox_id="s1", state=state, labels=LABELS.as_dict(), reason=reason)
 
 
 class Create:
@@ -102,7 +106,11 @@ class Create:
 
     def __init__(self, *answers: SandboxInfo | errors.LowtideError, found: SandboxInfo | None = None) -> None:
         self._answers, self.found = list(answers), found
-        self.sent = self.looks = 0
+        self.sent = self.looks = self.reads = 0
+
+    async def read(self, sandbox_id: str) -> SandboxInfo:
+        self.reads += 1
+        return info()
 
     async def make(self, seconds: float) -> SandboxInfo:
         self.sent += 1
@@ -117,7 +125,7 @@ class Create:
 
     async def run(self, **more: bool) -> SandboxInfo:
         return await hosted.recovered(
-            self.make, self.find, service=SERVICE, lease_id="lease", seconds=60.0, **more
+            self.make, self.find, self.read, service=SERVICE, labels=LABELS, seconds=60.0, **more
         )
 
 
@@ -148,6 +156,55 @@ async def test_a_create_that_was_refused_is_not_looked_for(refusal: errors.Lowti
     with pytest.raises(type(refusal)):
         await create.run(replay=True)
     assert (create.sent, create.looks) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reads", "looks"),
+    [
+        (info(), 0, 0),
+        (replace(info(), labels={}), 1, 0),
+        (replace(info(), labels={**LABELS.as_dict(), "lowtide-lease": "another"}), 0, 1),
+        (replace(info(), labels={**LABELS.as_dict(), "lowtide-ledger": "another"}), 0, 1),
+        (replace(info(), sandbox_id="s1/../s2"), 0, 1),
+        (replace(info(), sandbox_id=""), 0, 1),
+    ],
+    ids=["honest", "no labels", "another lease", "another ledger", "a path", "no id"],
+)
+async def test_the_answer_to_a_create_is_believed_by_its_labels_alone(
+    answer: SandboxInfo, reads: int, looks: int
+) -> None:
+    create = Create(answer, found=info())
+    assert await create.run() == info()
+    assert (create.sent, create.reads, create.looks) == (1, reads, looks)
+
+
+@pytest.mark.parametrize("raised", [KeyError("id"), ValueError("no JSON"), Exception("Body is None")])
+async def test_an_answer_that_cannot_be_read_is_lost(raised: Exception) -> None:
+    create = Create()
+
+    async def unreadable(seconds: float) -> SandboxInfo:
+        raise raised
+
+    create.make = unreadable  # type: ignore[method-assign]
+    with pytest.raises(errors.SandboxUnavailableError, match="Acme") as caught:
+        await create.run()
+    assert caught.value.__cause__ is raised
+    assert create.looks == 1
+
+
+@pytest.mark.parametrize(
+    ("message", "proof"),
+    [
+        ("sandbox 'i4k2-9a01bc' not found", True),
+        ("sandbox not found", True),
+        ("sandbox i4k2 not found", True),
+        ("sandbox 'j7d3-9a01bc' not found", False),
+        ("Sandbox with ID 0f5e1c1a-6f0e-4b5e-9d5e-2f0f0e7b1a11 not found", False),
+        ("not found", False),
+    ],
+)
+def test_a_not_found_is_proof_only_of_the_sandbox_that_it_names(message: str, proof: bool) -> None:
+    assert hosted.is_own({"message": message}, "sandbox", "i4k2-9a01bc") is proof
 
 
 async def test_a_create_whose_look_up_fails_too_says_why_the_create_failed() -> None:

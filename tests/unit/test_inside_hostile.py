@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
+import signal
 import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -213,6 +215,38 @@ async def test_a_flood_of_starts_without_reading_is_held_back(sanitized: Path) -
     words = struct.pack("<BHHHH", 0, 0, 0, 3, 0) + b"\0\0sh\0-c\0yes\0"
     flood = b"".join(frames.frame(frames.START, number, words) for number in range(40))
     await _survived(inside, _greeting(9) + _packet(flood))
+
+
+def _processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.parametrize("files", [0, 40], ids=["none", "fewer-than-polled"])
+async def test_a_lowered_limit_on_descriptors_does_not_make_it_spin(files: int) -> None:
+    """A root in the sandbox may lower it for process 1. What runs goes on; new channels and commands may be refused."""
+    inside, server = Inside(), 0
+    try:
+        client = inside.client()
+        process = await client.start(
+            ProcessSpec(argv=("sh", "-c", "read line; echo $line; exit 3"), stdin=True)
+        )
+        server = client.pid or 0
+        resource.prlimit(server, resource.RLIMIT_NOFILE, (files, files))
+        waiting = await inside.open(_greeting(77))  # at the listener, which is ready from now on
+        before = _processor_seconds(server)
+        await asyncio.sleep(2)
+        assert _processor_seconds(server) - before < 0.5
+        await process.write_stdin(b"still\n")
+        await process.close_stdin()
+        async with asyncio.timeout(60):
+            assert [chunk async for chunk in process.output()] == [(1, b"still\n")]
+            assert await process.wait() == 3
+        waiting.close()
+    finally:
+        if server:
+            os.kill(server, signal.SIGKILL)
+        await inside.aclose()
 
 
 # -- at the client

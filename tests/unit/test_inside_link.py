@@ -16,7 +16,7 @@ from tests.inside_program import Inside, PipeChannel, run, serving
 
 from lowtide.errors import SandboxUnavailableError
 from lowtide.providers.base import ProcessSpec
-from lowtide.providers.inside import Client, Clients, build, link, program
+from lowtide.providers.inside import Asleep, Client, Clients, build, link, program
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -114,6 +114,91 @@ async def test_one_that_does_not_greet_is_given_up(said: bytes, monkeypatch: pyt
     client = Client(opener, key=b"k" * 16, provider="test", sandbox_id="s", text=True)
     with pytest.raises(SandboxUnavailableError, match=r"no answer from inside within 0\.3 seconds"):
         await asyncio.wait_for(client.start(ProcessSpec(argv=("true",))), 30)
+
+
+@pytest.mark.parametrize("text", [False, True], ids=["binary", "text"])
+async def test_a_channel_that_goes_silent_is_opened_anew_and_the_command_runs_once(
+    text: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither side hears of an end. What the command prints meanwhile arrives, and later commands work."""
+    monkeypatch.setattr(link, "_QUIET_SECONDS", 0.2)
+    counter, go = tmp_path / "counter", tmp_path / "go"
+    async with serving(text=text) as inside:
+        client = inside.client()
+        script = f'echo ran >>"{counter}"; until [ -e "{go}" ]; do sleep 0.02; done; echo one; exit 4'
+        process = await client.start(ProcessSpec(argv=("sh", "-c", script)))
+        inside.channels[0].silent = True
+        go.touch()  # printed into the silence
+        async with asyncio.timeout(60):
+            assert [chunk async for chunk in process.output()] == [(1, b"one\n")]
+            assert await process.wait() == 4
+            assert (await run(client, "echo", "later"))[1] == b"later\n"
+        assert len(inside.channels) == 2
+    assert counter.read_text() == "ran\n"
+
+
+async def test_a_channel_that_went_silent_while_idle_is_noticed_by_the_next_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link, "_QUIET_SECONDS", 0.2)
+    async with serving() as inside:
+        client = inside.client()
+        await run(client, "true")
+        inside.channels[0].silent = True
+        async with asyncio.timeout(60):
+            assert (await run(client, "echo", "here"))[1] == b"here\n"
+        assert len(inside.channels) == 2
+
+
+async def test_a_quiet_command_and_an_idle_client_keep_their_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quiet is not silent: the program answers. Without a waiting caller it is not asked."""
+    monkeypatch.setattr(link, "_QUIET_SECONDS", 0.1)
+    async with serving() as inside:
+        client = inside.client()
+        assert (await run(client, "sleep", "2"))[0] == 0
+        said = client._link._received
+        await asyncio.sleep(1)
+        assert client._link._received == said
+        assert (await run(client, "echo", "here"))[1] == b"here\n"
+        assert len(inside.channels) == 1
+
+
+async def test_channels_that_all_go_silent_are_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "_QUIET_SECONDS", 0.1)
+    async with serving() as inside:
+        client = inside.client(bound_seconds=0.3)
+        process = await client.start(ProcessSpec(argv=("sleep", "60")))
+        opened = inside.open
+
+        async def opening(first: bytes) -> PipeChannel:
+            channel = await opened(first)
+            channel.silent = True
+            return channel
+
+        client._link._opener = opening
+        inside.channels[0].silent = True
+        with pytest.raises(SandboxUnavailableError, match="broken for more than"):
+            await asyncio.wait_for(process.wait(), 60)
+
+
+async def test_commands_of_a_paused_sandbox_wait_for_its_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "_ASLEEP_SECONDS", 0.05)
+    async with serving() as inside:
+        client = inside.client(bound_seconds=0.3)
+        process = await client.start(ProcessSpec(argv=("sh", "-c", "read line; exit 5"), stdin=True))
+        opened, tried = inside.open, 0
+
+        async def opening(first: bytes) -> PipeChannel:
+            nonlocal tried
+            tried += 1
+            if tried < 20:  # for longer than a channel may be broken
+                raise Asleep("the sandbox is paused", provider="test", sandbox_id="here")
+            return await opened(first)
+
+        client._link._opener = opening
+        inside.channels[0].close()
+        await process.write_stdin(b"go\n")
+        assert await asyncio.wait_for(process.wait(), 60) == 5
 
 
 async def test_another_program_in_its_place_is_not_believed() -> None:

@@ -301,7 +301,7 @@ async def test_a_port_is_reachable_without_a_network(provider: LocalProvider, sa
 
 
 async def test_network_full_is_this_machines(provider: LocalProvider) -> None:
-    made = await provider.create(spec(network=Network(mode=NetworkMode.FULL)))
+    made = await provider.create(spec(network=Network(mode=NetworkMode.INTERNET)))
     assert (await run(provider, made.sandbox_id, "true"))[0] == 0
     listener = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
     port = listener.sockets[0].getsockname()[1]
@@ -367,6 +367,35 @@ async def test_the_sandbox_outlives_its_spawner(provider: LocalProvider, sandbox
             await asyncio.sleep(0.05)
     else:
         pytest.fail("no new spawner was started")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_command_is_ended_without_its_spawner(
+    provider: LocalProvider, sandbox: str, number: signal.Signals
+) -> None:
+    process = await provider.start_process(
+        sandbox, ProcessSpec(argv=("sh", "-c", "trap '' TERM; while :; do sleep 1; done"))
+    )
+    inner = provider._entrance.known(sandbox).inner
+    client = provider._prerequisites.client
+    assert client is not None
+
+    def running() -> list[int]:
+        return [
+            pid for pid in ending.members(inner.pid) if pid != inner.pid and ending.state(pid) not in "ZX"
+        ]
+
+    while not running():
+        await asyncio.sleep(0.01)
+    os.kill(client._pid, number)
+    try:
+        await process.terminate(0.2)
+        assert not running()
+        assert inner.alive()
+    finally:
+        if number == signal.SIGSTOP:
+            os.kill(client._pid, signal.SIGCONT)
+        await process.aclose()
 
 
 async def test_killing_either_bwrap_ends_the_sandbox(provider: LocalProvider) -> None:
@@ -824,3 +853,52 @@ async def test_a_directory_is_removed_by_its_own_name_only(provider: LocalProvid
             await provider.remove(sandbox, path, recursive=True)
         assert refused.value.errno == errno.EINVAL
     assert (await provider.stat(sandbox, "/tmp/a/b")).kind is FileKind.DIRECTORY
+
+
+async def test_hundreds_of_file_calls_at_once_all_succeed(provider: LocalProvider, sandbox: str) -> None:
+    many = 900
+    async with asyncio.timeout(120):
+        await asyncio.gather(
+            *(provider.write_file(sandbox, f"/tmp/{n}", chunks(b"%d" % n)) for n in range(many))
+        )
+        found = await asyncio.gather(*(read(provider, sandbox, f"/tmp/{n}") for n in range(many)))
+    assert found == [b"%d" % n for n in range(many)]
+    assert (await run(provider, sandbox, "echo", "on"))[1] == "on\n"
+
+
+HOLD_DESCRIPTORS = """
+import array, os, resource, socket, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+pairs, held = [], 0
+try:
+    while held < 3000:
+        pairs.append(socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM))
+        for _ in range(5):
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0] * 200))
+            pairs[-1][0].sendmsg([b"x"], [rights])
+            held += 200
+except OSError:
+    pass
+print(held, flush=True)
+sys.stdin.read()
+"""
+
+
+async def test_descriptors_that_one_sandbox_keeps_under_way_stop_no_other(
+    provider: LocalProvider, sandbox: str
+) -> None:
+    hostile = (await provider.create(spec())).sandbox_id
+    process = await provider.start_process(
+        hostile, ProcessSpec(argv=("python3", "-c", HOLD_DESCRIPTORS), stdin=True)
+    )
+    try:
+        async for _, data in process.output():
+            assert int(data) >= 1000
+            break
+        async with asyncio.timeout(60):
+            await provider.write_file(sandbox, "/tmp/it", chunks(b"here"))
+            assert await read(provider, sandbox, "/tmp/it") == b"here"
+            assert (await run(provider, sandbox, "echo", "on"))[1] == "on\n"
+    finally:
+        await process.terminate(0)
+        await process.aclose()

@@ -13,7 +13,7 @@ PROGRAM = """
 import os, resource, sys
 {first}
 from lowtide import Sandbox
-boxes = [Sandbox.run(network="full") for _ in range(3)]  # the last one moves into what was made ahead
+boxes = [Sandbox.run(network="{network}") for _ in range(3)]  # the last one moves into what was made ahead
 print({{box.exec(["stat", "-c", "%a", "/", "/etc", "/etc/passwd", "/etc/resolv.conf"]).result().stdout for box in boxes}})
 kept = boxes[0].snapshot().result()
 print(Sandbox.run(snapshot=kept).exec(["sh", "-c", "cat /etc/hostname; python3 -c 'print(1)'"]).result().stdout)
@@ -29,9 +29,10 @@ print(Sandbox.run(snapshot=kept).exec(["sh", "-c", "cat /etc/hostname; python3 -
         pytest.param("resource.setrlimit(resource.RLIMIT_CORE, (0, 0))", id="no cores"),
     ],
 )
-def test_it_is_the_same_sandbox(tmp_path: Path, first: str) -> None:
+@pytest.mark.parametrize("network", ["host", "internet"])
+def test_it_is_the_same_sandbox(tmp_path: Path, first: str, network: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(first=first)],
+        [sys.executable, "-c", PROGRAM.format(first=first, network=network)],
         env={**os.environ, "LOWTIDE_HOME": str(tmp_path / "home"), "LOWTIDE_PROVIDER": "local"},
         capture_output=True,
         text=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ssl
 import struct
+import time
 from ipaddress import ip_address
 
 import pytest
@@ -185,17 +186,17 @@ def in_records(data: bytes, size: int) -> bytes:
 
 def test_the_server_name_is_read_however_it_is_cut() -> None:
     data = hello("Good.Example")
-    assert inspect.server_name(data) == "good.example"
-    assert inspect.server_name(data + b"more") == "good.example"
+    assert inspect.HelloReader().feed(data) == "good.example"
+    assert inspect.HelloReader().feed(data + b"more") == "good.example"
     for size in (1, 3, 100):
-        assert inspect.server_name(in_records(data, size)) == "good.example"
+        assert inspect.HelloReader().feed(in_records(data, size)) == "good.example"
     for cut in range(len(data)):
-        assert inspect.server_name(data[:cut]) is None
+        assert inspect.HelloReader().feed(data[:cut]) is None
 
 
 def test_a_clienthello_that_names_nobody_is_refused() -> None:
     with pytest.raises(inspect.RefusedBytesError):
-        inspect.server_name(hello(None))
+        inspect.HelloReader().feed(hello(None))
 
 
 @settings(deadline=None)
@@ -203,7 +204,7 @@ def test_a_clienthello_that_names_nobody_is_refused() -> None:
 def test_hostile_bytes_are_refused_or_incomplete_and_never_an_accident(noise: bytes, at: int) -> None:
     data = bytearray(_HELLO)
     data[at : at + len(noise)] = noise
-    for read in (inspect.server_name, inspect.request):
+    for reader in (inspect.HelloReader, inspect.RequestReader, inspect.HttpDetector):
         for given_bytes in (
             bytes(data),
             noise,
@@ -211,7 +212,7 @@ def test_hostile_bytes_are_refused_or_incomplete_and_never_an_accident(noise: by
             b"GET / HTTP/1.1\r\n" + noise + b"\r\n\r\n",
         ):
             with contextlib.suppress(inspect.RefusedBytesError):
-                read(given_bytes)
+                reader().feed(given_bytes)
     names.query(noise)
     names.query(b"\0\1\1\0\0\1\0\0\0\0\0\0" + noise)
 
@@ -221,7 +222,7 @@ def test_a_request_is_sent_on_for_one_connection_and_without_an_upgrade() -> Non
         b"GET http://good.example/a?b HTTP/1.1\r\nhOST: good.example\r\nConnection: keep-alive, Upgrade\r\n"
         b"Upgrade: websocket\r\nAccept: */*\r\n\r\nrest"
     )
-    parsed = inspect.request(data)
+    parsed = inspect.RequestReader().feed(data)
     assert parsed is not None
     request, rest = parsed
     assert (request.host, request.port, request.length, rest) == ("good.example", None, 0, b"rest")
@@ -256,7 +257,7 @@ def test_every_host_name_is_below_a_wildcard(name: str) -> None:
     "request_", [b"GET / HTTP/1.1\r\n", b"\r\nPOST /a HTTP/1.0\r\n", b"BREW /pot HTTP/1.1\r\n"]
 )
 def test_a_request_is_seen_however_it_is_cut(request_: bytes) -> None:
-    told = [inspect.looks_like_http(request_[:cut]) for cut in range(1, len(request_) + 1)]
+    told = [inspect.HttpDetector().feed(request_[:cut]) for cut in range(1, len(request_) + 1)]
     assert False not in told
     assert told[-1] is True
 
@@ -265,9 +266,68 @@ def test_a_request_is_seen_however_it_is_cut(request_: bytes) -> None:
     "first", [b"EHLO me\r\n", b"\0\0\0\x08", b"*1\r\n$4\r\nPING\r\n", b"AMQP\0\0\t\1", b"\x80"]
 )
 def test_another_protocol_is_not_kept_waiting(first: bytes) -> None:
-    assert inspect.looks_like_http(first) is False
+    assert inspect.HttpDetector().feed(first) is False
 
 
 def test_a_first_line_without_an_end_is_refused() -> None:
     with pytest.raises(inspect.RefusedBytesError):
-        inspect.looks_like_http(b"A" * (inspect.MOST_HEAD_BYTES + 1))
+        inspect.HttpDetector().feed(b"A" * (inspect.MOST_HEAD_BYTES + 1))
+
+
+def fed(reader: inspect.HelloReader | inspect.RequestReader | inspect.HttpDetector, data: bytes) -> object:
+    """What a reader tells when each byte comes alone."""
+    told = None
+    for at in range(len(data)):
+        told = reader.feed(data[at : at + 1])
+        if told is not None:
+            break
+    return told
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.one_of(
+        st.binary(max_size=60), st.from_regex(rb"\s{0,3}[A-Z]{0,8} ?/? HTTP?/?1?.{0,9}", fullmatch=True)
+    )
+)
+def test_a_protocol_is_told_alike_byte_by_byte(data: bytes) -> None:
+    assert fed(inspect.HttpDetector(), data) in (inspect.HttpDetector().feed(data), False)
+
+
+def test_heads_that_come_byte_by_byte_are_read_in_linear_time() -> None:
+    """Counted in bytes that are looked at, not in time: each reader looks at a byte a bounded number of times."""
+    head = b"GET / HTTP/1.1\r\nHost: good.example\r\nX: " + b"a" * 32_000 + b"\r\n\r\n"
+    records = in_records(b"\x16\x03\x01\0\0" + _HELLO[5:], 1)
+    assert fed(inspect.RequestReader(), head) is not None
+    assert fed(inspect.HelloReader(), records) == "good.example"
+    for reader, data in (
+        (inspect.RequestReader, head[:-4]),
+        (inspect.HelloReader, b"\x16\x03\x01\x40\0\1\0\xff\0" + b"\0" * 16_000),
+        (inspect.HttpDetector, b"A" * 32_000),
+    ):
+        short, long = (_cpu_seconds(reader, data[: len(data) // part]) for part in (8, 1))
+        # Eight times the bytes: eight times the work, not sixty-four times. Twice that for a noisy machine.
+        assert long < 16 * short + 0.01, (reader, short, long)
+
+
+def _cpu_seconds(
+    reader: type[inspect.HelloReader | inspect.RequestReader | inspect.HttpDetector], data: bytes
+) -> float:
+    return min(_one_run(reader, data) for _ in range(3))
+
+
+def _one_run(
+    reader: type[inspect.HelloReader | inspect.RequestReader | inspect.HttpDetector], data: bytes
+) -> float:
+    began = time.process_time()
+    assert fed(reader(), data) is None
+    return time.process_time() - began
+
+
+@pytest.mark.parametrize("address", [*INSIDE, "::10.0.0.1", "::ffff:0:10.0.0.1", "2001:db8::1", "4000::1"])
+def test_the_public_internet_is_nobodys_inside(address: str) -> None:
+    policy = Policy.public_internet()
+    assert not policy.allows_address(ip_address(address), 443)
+    assert policy.allows_address(ip_address(PUBLIC), 25)
+    assert policy.allows_address(ip_address(PUBLIC6), 22)
+    assert policy.allows_address(ip_address(f"::ffff:{PUBLIC}"), 22)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import os
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from lowtide import (
     ValidationError,
     results,
 )
+from lowtide.engine import engine
 from lowtide.testing.faulty import FaultyProvider, FaultyService
 
 
@@ -170,6 +173,58 @@ def test_cancelling_while_a_block_is_entered_leaves_nothing(service: FaultyServi
 
     with pytest.raises(TimeoutError):
         asyncio.run(main())
+    service.wait_until_empty(seconds=60)
+
+
+@contextlib.contextmanager
+def busy_engine() -> Iterator[None]:
+    """The engine's thread takes nothing up meanwhile, as on a machine where it does not get a processor."""
+    busy, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        busy.set()
+        go_on.wait(60)
+
+    engine().loop.call_soon_threadsafe(hold)
+    assert busy.wait(60)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+@pytest.mark.parametrize("how", ["stop", "close", "delete", "block"])
+def test_an_end_that_is_cancelled_before_the_engine_takes_it_up_happens(
+    service: FaultyService, how: str
+) -> None:
+    session = Session(provider="faulty")
+    box = session.sandbox()
+    box.start().result(60)
+    assert box.sandbox_id is not None
+
+    async def leave_the_block() -> None:
+        async with box:
+            pass
+
+    async def main() -> None:
+        leaving = asyncio.create_task(leave_the_block())
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+
+    with busy_engine():
+        if how == "block":
+            asyncio.run(main())  # at its end asyncio cancels what is shielded, too
+        else:
+            ends = {
+                "stop": box.stop,
+                "close": session.close,
+                "delete": lambda: Sandbox.delete(box.sandbox_id or "", provider="faulty"),
+            }
+            ending = ends[how]()
+            assert ending.cancel()
+            with pytest.raises(concurrent.futures.CancelledError):
+                ending.result(60)
     service.wait_until_empty(seconds=60)
 
 

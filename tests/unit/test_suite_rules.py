@@ -1,4 +1,4 @@
-"""The suite's own rules hold: what is never tried again is not, and too many retries fail the run."""
+"""The rule for failed tests holds: each is repeated ten times alone, and one more failure fails the run."""
 
 from __future__ import annotations
 
@@ -8,120 +8,119 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.retries import COUNT, MOST, may_be_retried
-
-pytest.importorskip("pytest_rerunfailures")
+from tests.repeat import FAILURES, MOST_FLAKY, REPETITIONS, failures_of
 
 ROOT = Path(__file__).parents[2]
 
-SECOND_TIME_LUCKY = """
+COUNTS_ITS_RUNS = """
 import pathlib
 import pytest
 
-@pytest.mark.parametrize("which", range(COUNT))
+@pytest.mark.parametrize("which", range({count}))
 def test_it(which):
-    mark = pathlib.Path(__file__).with_name(f"ran-{which}")
-    if not mark.exists():
-        mark.touch()
+    runs = pathlib.Path(__file__).with_name(f"runs-{{which}}")
+    number = int(runs.read_text()) + 1 if runs.exists() else 1
+    runs.write_text(str(number))
+    if number in {failing}:
         raise RuntimeError("the engine was late")
 """
 
 
-@pytest.mark.parametrize(
-    "nodeid",
-    [
-        "tests/crash/test_everywhere.py::test_terminated[docker]",
-        "tests/unit/test_lifecycle.py::test_a_timeout",
-        "tests/conformance/test_local.py::TestExec::test_two_streams",
-        "tests/conformance/test_docker.py::TestIsolation::test_another_sandbox",
-        "tests/conformance/test_e2b.py::TestLifecycle::test_it",
-        "tests/e2e/test_isolation_local.py::test_it",
-        "tests/e2e/test_escape.py::test_it",
-        "tests/e2e/test_kubernetes.py::test_a_lost_answer_leaves_nothing",
-        "tests/emulators/test_hostile_requests.py::test_it",
-    ],
-)
-def test_what_is_about_a_promise_is_never_retried(nodeid: str) -> None:
-    assert not may_be_retried(nodeid)
+class Run:
+    """A run of a suite in a directory of its own: invocations that record their failures, then the repetitions."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.failures = directory / "failures"
+        (directory / "pytest.ini").write_text("[pytest]\n")
+
+    def write(self, name: str, *, count: int = 1, failing: tuple[int, ...]) -> None:
+        (self.directory / name).write_text(COUNTS_ITS_RUNS.format(count=count, failing=failing))
+
+    def invoke(self, *arguments: str, record: bool = True) -> subprocess.CompletedProcess[str]:
+        return self._python("-m", "pytest", "-q", "-p", "tests.repeat", *arguments, record=record)
+
+    def repeat(self) -> subprocess.CompletedProcess[str]:
+        return self._python("-m", "tests.repeat", str(self.failures), record=False)
+
+    def runs(self, which: int = 0) -> int:
+        return int((self.directory / f"runs-{which}").read_text())
+
+    def _python(self, *arguments: str, record: bool) -> subprocess.CompletedProcess[str]:
+        environ = {name: value for name, value in os.environ.items() if name != FAILURES}
+        if record:
+            environ[FAILURES] = str(self.failures)
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=self.directory,
+            env={**environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
 
 
-def test_what_waits_for_an_engine_may_be() -> None:
-    assert may_be_retried("tests/conformance/test_docker.py::TestExec::test_two_streams[kill]")
-    assert may_be_retried("tests/emulators/test_e2b_sdk.py::test_files_of_any_size_come_back_as_they_went")
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
 
 
-def run(
-    directory: Path, where: str, count: int, *options: str, **environ: str
-) -> subprocess.CompletedProcess[str]:
-    file = directory / where
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(SECOND_TIME_LUCKY.replace("COUNT", str(count)))
-    outer = {name: value for name, value in os.environ.items() if name != COUNT}  # these are not this run's
-    (directory / "pytest.ini").write_text("[pytest]\nmarkers =\n  flaky: as in the suite\n")
-    return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "tests.retries",
-            "-p",
-            "no:cacheprovider",
-            *options,
-            where,
-        ],
-        cwd=directory,
-        env={**outer, "PYTHONPATH": str(ROOT), **environ},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-def test_a_retry_is_shown_with_its_cause_and_counted(tmp_path: Path) -> None:
-    done = run(tmp_path, "tests/emulators/test_x.py", MOST, "--reruns", "1")
-    assert done.returncode == 0, done.stdout
-    assert f"tried again: {MOST}, up to {MOST} are let pass" in done.stdout
-    assert done.stdout.count("RuntimeError: the engine was late") >= MOST
-
-
-def test_more_retries_than_allowed_fail_the_run(tmp_path: Path) -> None:
-    done = run(tmp_path, "tests/emulators/test_x.py", MOST + 1, "--reruns", "1")
-    assert done.returncode == 1, done.stdout
-    assert f"{MOST + 1} passed" in done.stdout
-    assert "the run has failed" in done.stdout
-
-
-def test_invocations_of_one_run_share_one_limit(tmp_path: Path) -> None:
-    together = {COUNT: str(tmp_path / "retries")}
-    first = run(tmp_path, "tests/emulators/test_x.py", MOST, "--reruns", "1", **together)
+def test_a_test_that_passes_ten_times_alone_is_reported_as_flaky(run: Run) -> None:
+    run.write("test_x.py", failing=(1,))
+    first = run.invoke()
     assert first.returncode == 0, first.stdout
-    calm = run(
-        tmp_path, "tests/emulators/test_x.py", MOST, "--reruns", "1", **together
-    )  # the marks are there
-    assert calm.returncode == 0, calm.stdout
-    last = run(tmp_path, "tests/emulators/test_y.py", MOST + 1, "--reruns", "1", **together)
+    assert f"1 failed: repeated {REPETITIONS} times alone" in first.stdout
+    last = run.repeat()
+    assert last.returncode == 0, last.stdout
+    assert run.runs() == 1 + REPETITIONS
+    assert "flaky under load: test_x.py::test_it[0]" in last.stdout
+    assert "RuntimeError: the engine was late" in last.stdout
+
+
+def test_one_more_failure_fails_the_run(run: Run) -> None:
+    run.write("test_x.py", failing=(1, 1 + REPETITIONS))
+    assert run.invoke().returncode == 0
+    last = run.repeat()
     assert last.returncode == 1, last.stdout
-    assert f"tried again: {MOST + 1}, more than {MOST}: the run has failed" in last.stdout
+    assert f"FAILED: test_x.py::test_it[0]: repetition {REPETITIONS} failed" in last.stdout
 
 
-def test_a_retry_in_a_worker_counts_once(tmp_path: Path) -> None:
-    together = {COUNT: str(tmp_path / "retries")}
-    done = run(tmp_path, "tests/emulators/test_x.py", MOST, "--reruns", "1", "-n", "2", **together)
-    assert done.returncode == 0, done.stdout
-    assert f"tried again: {MOST}, up to {MOST} are let pass" in done.stdout
-    assert len((tmp_path / "retries").read_text().splitlines()) == MOST
+def test_more_flaky_tests_than_allowed_fail_the_run(run: Run) -> None:
+    run.write("test_x.py", count=MOST_FLAKY + 1, failing=(1,))
+    assert run.invoke("-n", "2").returncode == 0
+    assert len(failures_of(run.failures)) == MOST_FLAKY + 1  # a worker's failure is recorded once
+    last = run.repeat()
+    assert last.returncode == 1, last.stdout
+    assert f"0 failed again, {MOST_FLAKY + 1} flaky under load" in last.stdout
 
 
-def test_a_crash_case_fails_at_its_first_failure_whatever_is_asked_for(tmp_path: Path) -> None:
-    done = run(tmp_path, "tests/crash/test_x.py", 1, "--reruns", "5")
-    assert done.returncode == 1, done.stdout
-    assert "1 failed" in done.stdout
-    assert "rerun" not in done.stdout
+def test_invocations_of_one_run_share_the_record(run: Run) -> None:
+    run.write("test_x.py", failing=(1,))
+    run.write("test_y.py", failing=(2,))  # the same counter: the second invocation's first run is its second
+    assert run.invoke("test_x.py").returncode == 0
+    assert run.invoke("test_y.py").returncode == 0
+    assert [failure.nodeid for failure in failures_of(run.failures)] == [
+        "test_x.py::test_it[0]",
+        "test_y.py::test_it[0]",
+    ]
 
 
-def test_retries_cannot_be_forced(tmp_path: Path) -> None:
-    done = run(tmp_path, "tests/crash/test_x.py", 1, "--force-reruns", "5")
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
+def test_a_file_that_cannot_be_collected_fails_at_once(run: Run) -> None:
+    (run.directory / "test_x.py").write_text("import nothing_of_that_name")
+    done = run.invoke()
+    assert done.returncode == pytest.ExitCode.INTERRUPTED, done.stdout
+
+
+def test_without_a_record_a_failure_fails_its_invocation(run: Run) -> None:
+    run.write("test_x.py", failing=(1,))
+    done = run.invoke(record=False)
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
+
+
+def test_a_run_without_failures_passes(run: Run) -> None:
+    run.write("test_x.py", failing=())
+    assert run.invoke().returncode == 0
+    last = run.repeat()
+    assert last.returncode == 0, last.stdout
+    assert "no test failed" in last.stdout

@@ -14,7 +14,7 @@ from pathlib import Path
 from lowtide import Keep, Limits, Network, Sandbox, SandboxDefaults, SandboxState, Session
 
 Sandbox(network="none", keep="never", isolation="gvisor")
-Sandbox.run(network="full", keep="on-failure", tags=["a"], ports=[80], working_dir=Path("/"))
+Sandbox.run(network="internet", keep="on-failure", tags=["a"], ports=[80], working_dir=Path("/"))
 SandboxDefaults(network=["pypi.org"], keep="always", resources=Limits())
 Session(network=Network(), keep=Keep.ALWAYS).sandbox(network=("pypi.org:443",))
 for name in (SandboxState.PENDING, SandboxState.GONE):

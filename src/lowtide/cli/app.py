@@ -83,7 +83,9 @@ def app(ctx: click.Context, debug: bool) -> None:
     if debug:
         import logging
 
-        logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(name)s %(message)s")
+        # The level of lowtide's own logger only: SDKs and their transports log keys and whole requests at DEBUG.
+        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
+        logging.getLogger("lowtide").setLevel(logging.DEBUG)
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 

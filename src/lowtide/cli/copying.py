@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from lowtide import download, source, upload
+from lowtide import download, local_target, source, upload
 from lowtide.cli.addressing import connected, find_sandbox
 from lowtide.cli.progress import bar
 from lowtide.cli.text import clean
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _CHUNK = 1 << 20
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "lzma"}
+_MOST_NAMED = 20  # files that became shorter: in an error
+_LEFT_OUT, _CHANGED, _STRIPPED = "left out", "changed while it was read:", "without its set-id bits:"
 _NOT_WHOLE = b"lowtide: this archive is not whole\n" * 32  # no header: whoever unpacks it says so
 
 
@@ -105,7 +107,7 @@ def copy_out(sandbox: str, path: str, target: str, *, provider: str | None, quie
     with bar(local.name, total, quiet=quiet) as moved:
         _tell(_call(box, path, lambda p, i, at: download.download(p, i, at, os.path.abspath(local), moved)))
     if there.kind is FileKind.FILE and stat_is_file(local):
-        os.chmod(local, there.mode & 0o777)
+        os.chmod(local, there.mode & 0o777 & ~local_target.umask())
 
 
 def stat_is_file(path: Path) -> bool:
@@ -122,9 +124,8 @@ def write_tar(box: Sandbox, path: str, name: str, there: FileEntry) -> None:
     tree = derived.trees_of(place).read_tree(sandbox_id, path)
     top = os.fsencode(name) + b"/"  # said here, and not by every provider: an empty directory is one too
     out.write(tar_stream.header(top, tar_stream.FOLDER, there.mode, 0, _moment(there)))
-    moved, shorter = engine().run(_rename(tree, os.fsencode(name), out))
+    shorter = engine().run(_rename(tree, os.fsencode(name), out, _tell_one))
     out.flush()
-    _tell(moved)
     if shorter:
         raise _shorter(", ".join(map(clean, shorter)), box)
 
@@ -159,41 +160,50 @@ def _shorter(names: str, box: Sandbox) -> SandboxFileError:
     )
 
 
-async def _rename(chunks: AsyncIterator[bytes], name: bytes, out: IO[bytes]) -> tuple[Transfer, list[str]]:
-    """What was moved, and the files of which the archive has zeros in the place of what was not there any more."""
+async def _rename(
+    chunks: AsyncIterator[bytes], name: bytes, out: IO[bytes], tell: Callable[[str, str], object]
+) -> list[str]:
+    """The files of which the archive has zeros in the place of what was not there any more; some, where they are many.
+
+    `tell` is called for each name that was left out or changed, when it comes: the sandbox decides how many there are,
+    and none of them is kept.
+    """
     from lowtide.in_thread import in_thread
     from lowtide.stream import StreamReader
 
     stream: StreamReader[bytes] = StreamReader(text=False)
 
-    def work() -> tuple[Transfer, list[str]]:
+    def work() -> list[str]:
         from lowtide.archive import Chunks
 
         reader = tar_stream.Reader(Chunks(stream))
-        skipped: list[str] = []
-        changed: list[str] = []
         shorter: list[str] = []
         last: tuple[str, int] | None = None  # the file before, whose mark may follow
         for member in _or_say_so(reader, out):
             if member.kind == tar_stream.MARK:
                 if tar_stream.SKIPPED in member.marks:
-                    skipped.append(os.fsdecode(member.marks[tar_stream.SKIPPED]))
+                    tell(_LEFT_OUT, os.fsdecode(member.marks[tar_stream.SKIPPED]))
                 if tar_stream.READ in member.marks and last is not None:
                     real = member.marks[tar_stream.READ]
                     whole_file = real.isdigit() and len(real) < 20 and int(real) >= last[1]
-                    (changed if whole_file else shorter).append(last[0])
+                    if whole_file:
+                        tell(_CHANGED, last[0])
+                    elif len(shorter) < _MOST_NAMED:
+                        shorter.append(last[0])
+                    else:
+                        shorter[_MOST_NAMED:] = ["and others"]
                 continue
             inner = member.name.removeprefix(b"./").lstrip(b"/")
             link, last = member.link, None
             if not inner:
                 continue  # the directory itself
             if member.kind == tar_stream.OTHER or b".." in inner.split(b"/"):
-                skipped.append(os.fsdecode(member.name))
+                tell(_LEFT_OUT, os.fsdecode(member.name))
                 continue
             if member.kind == tar_stream.HARD_LINK:
                 link = name + b"/" + link.removeprefix(b"./").lstrip(b"/")
                 if b".." in link.split(b"/"):
-                    skipped.append(os.fsdecode(member.name))
+                    tell(_LEFT_OUT, os.fsdecode(member.name))
                     continue
             whole = name + b"/" + inner
             size = member.size if member.kind == tar_stream.FILE else 0
@@ -204,8 +214,7 @@ async def _rename(chunks: AsyncIterator[bytes], name: bytes, out: IO[bytes]) -> 
                 out.write(block)
             out.write(tar_stream.padding(size))
         out.write(tar_stream.END)
-        moved = Transfer(files=0, bytes=0, skipped=tuple(skipped), changed=tuple(changed))
-        return moved, shorter
+        return shorter
 
     import asyncio
 
@@ -262,9 +271,13 @@ def _counted(chunks: Iterable[bytes], moved: Callable[[int], None]) -> Iterator[
 
 def _tell(transfer: Transfer) -> None:
     for names, what in (
-        (transfer.skipped, "left out"),
-        (transfer.changed, "changed while it was read:"),
-        (transfer.stripped, "without its set-id bits:"),
+        (transfer.skipped, _LEFT_OUT),
+        (transfer.changed, _CHANGED),
+        (transfer.stripped, _STRIPPED),
     ):
         for name in names:
-            print(f"lowtide: {what} {clean(str(name))}", file=sys.stderr)
+            _tell_one(what, str(name))
+
+
+def _tell_one(what: str, name: str) -> None:
+    print(f"lowtide: {what} {clean(name)}", file=sys.stderr)

@@ -78,7 +78,10 @@ _CREATION = (
         "--keep-for", type=positive_seconds, metavar="TIME", help="How long a kept one lives (default: 24h)."
     ),
     click.option(
-        "--network", "-n", metavar="N", help="none, full, or hosts and CIDRs to allow, separated by commas."
+        "--network",
+        "-n",
+        metavar="N",
+        help="none, internet, host (local only), or hosts and CIDRs to allow, separated by commas.",
     ),
     click.option(
         "--isolation", type=click.Choice(["gvisor"]), help="A stronger wall than the provider's own."
@@ -159,7 +162,7 @@ def variables(pairs: tuple[str, ...]) -> dict[str, str]:
 
 
 def _network(said: str | None) -> Any:
-    if said is None or said in ("none", "full"):
+    if said is None or said in ("none", "internet", "host", "full"):
         return said
     return {"allow": [part for part in said.split(",") if part]}
 

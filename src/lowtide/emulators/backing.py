@@ -207,12 +207,19 @@ def _this_machine() -> Iterator[None]:
 
 
 def network_of(said: str) -> Network:
-    """`none`, `full`, or `allow=` and hosts and ranges, separated by commas. ValidationError for anything else."""
+    """`none`, `internet` (or `full`), `host`, or `allow=` and hosts and ranges, separated by commas.
+
+    Raises ValidationError for anything else.
+    """
     word, equals, entries = said.partition("=")
-    if said in ("none", "full"):
+    if said == "full":
+        return Network(mode=NetworkMode.INTERNET)
+    if said in ("none", "internet", "host"):
         return Network(mode=NetworkMode(said))
     if word != "allow" or not equals:
-        raise ValidationError(f"network is none, full or allow=HOST,…, not {said!r}", argument="network")
+        raise ValidationError(
+            f"network is none, internet, host or allow=HOST,…, not {said!r}", argument="network"
+        )
     try:
         return _listed([policy.entry(text).text for text in entries.split(",") if text.strip()])
     except ValueError as error:

@@ -8,16 +8,41 @@ whoever ends those ends what carries the mark, too. What has left the session li
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import secrets
 import signal
+import sys
 import time
 from pathlib import Path
 
 _VARIABLE = "LOWTIDE_EMULATE_COMMAND"
 _FILE = "command"
 _GRACE_SECONDS = 3.0
+_PR_SET_PDEATHSIG = 1
+
+
+def main(parent: str, *command: str) -> int:
+    """Become `command`, as a child of the emulator `parent`: SIGTERM when that is killed, since all it talks to is gone.
+
+    A process of its own does this (see `lowtide.isolated`): the emulator has threads, and a child that is forked
+    from it must not run Python before it executes the command. What does not heed the signal, and what the
+    command started, is ended by the reaper (`end_marked`).
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != int(parent):  # killed before that
+        return 128 + signal.SIGTERM
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)  # which Python ignores
+    try:
+        os.execvp(command[0], command)  # noqa: S606
+    except FileNotFoundError:
+        sys.stderr.write(f"lowtide emulate: {command[0]}: command not found\n")
+        return 127
+    except OSError as error:
+        sys.stderr.write(f"lowtide emulate: {command[0]}: not executable: {error.strerror}\n")
+        return 126
 
 
 def mark(directory: Path) -> dict[str, str]:

@@ -105,7 +105,7 @@ class Settings:
     on_call: Callable[[AnsweredCall], None] | None = None
     """Told of every call that was answered: for `--log`."""
     network: str = "none"
-    """What a sandbox may reach that asks for nothing else: `none`, `full` or `allow=HOST,…`."""
+    """What a sandbox may reach that asks for nothing else: `none`, `internet`, `host` or `allow=HOST,…`."""
     packages: str = package_managers.CHECK
     """In builds: `check` fails where this machine has not what a package manager is to install, `skip` goes on without."""
     home: Path | None = None

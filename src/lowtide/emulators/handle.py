@@ -33,7 +33,7 @@ def start(
 
     They run in one process of their own, which ends with `Handle.close`, and by itself when this
     process is gone. `plain` points SDKs at plain URLs instead of the CONNECT proxy.
-    `network` is what sandboxes may reach that ask for nothing else: `none`, `full` or `allow=HOST,…`.
+    `network` is what sandboxes may reach that ask for nothing else: `none`, `internet`, `host` or `allow=HOST,…`.
     `packages` is about builds: with `check` what apt-get and its like are to install must be on this machine, with `skip` a
     build goes on without. Raises
     ValidationError for an unknown name, MissingDependencyError when the extra is not installed.

@@ -18,7 +18,10 @@ async def parts_of(request: web.Request) -> AsyncIterator[BodyPartReader]:
     """Each is to be read before the next. Whoever goes on to the last knows that all of the body came."""
     if not request.content_type.startswith("multipart/"):
         raise Malformed("multipart/form-data is required")
-    reader = await request.multipart()
+    try:
+        reader = await request.multipart()
+    except ValueError as error:  # a boundary of over 70 characters
+        raise Malformed(f"the body is not multipart: {str(error)[-40:]}") from error
     while (part := await _read(reader.next())) is not None:
         if isinstance(part, BodyPartReader):
             yield part

@@ -58,8 +58,12 @@ class PortProxy:
         headers: Mapping[str, str] | None = None,
         drop: frozenset[str] = frozenset(),
         added: Mapping[str, str] | None = None,
+        own_cookies: str | None = None,
     ) -> web.StreamResponse:
-        """Answer `request` with what `base` answers, `added` on its head. PortClosed when nothing is there."""
+        """Answer `request` with what `base` answers, `added` on its head. PortClosed when nothing is there.
+
+        `own_cookies`: how the names of cookies begin that nothing in a sandbox may set.
+        """
         target = base.rstrip("/") + (_raw_path(request) if path is None else path)
         passed: CIMultiDict[str] = CIMultiDict(
             (name, value)
@@ -84,6 +88,8 @@ class PortProxy:
                 raise PortClosed
             response = web.StreamResponse(status=answer.status, reason=_printable(answer.reason))
             for name, value in answer.headers.items():
+                if own_cookies and name.lower() == "set-cookie" and value.lstrip().startswith(own_cookies):
+                    continue
                 if name.lower() not in _HOP_BY_HOP:
                     response.headers.add(name, _printable(value))
             for name, value in (added or {}).items():

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lowtide import isolated
 from lowtide.emulators.command import mark
 from lowtide.emulators.ground import Ground, Settings
 from lowtide.errors import MissingDependencyError
 
-_PR_SET_PDEATHSIG = 1
 _LOOK_SECONDS = 0.25
 
 
@@ -99,16 +98,10 @@ async def _watch(ground: Ground, alive: Callable[[dict[str, int]], None]) -> Non
 async def _run(
     command: tuple[str, ...], environment: dict[str, str], end: asyncio.Event, caught: list[int]
 ) -> int:
-    try:
-        child = await asyncio.create_subprocess_exec(
-            *command, env={**os.environ, **environment}, preexec_fn=_end_with_parent(os.getpid())
-        )
-    except FileNotFoundError:
-        sys.stderr.write(f"lowtide emulate: {command[0]}: command not found\n")
-        return 127
-    except PermissionError:
-        sys.stderr.write(f"lowtide emulate: {command[0]}: not executable\n")
-        return 126
+    child = await asyncio.create_subprocess_exec(
+        *isolated.command("lowtide.emulators.command", str(os.getpid()), *command),
+        env={**os.environ, **environment},
+    )
     waiting = asyncio.create_task(child.wait())
     while not waiting.done():
         ended = asyncio.create_task(end.wait())
@@ -122,21 +115,6 @@ async def _run(
                     child.send_signal(caught[-1] if caught else signal.SIGTERM)
     code = waiting.result()
     return 128 - code if code < 0 else code
-
-
-def _end_with_parent(parent: int) -> Callable[[], None]:
-    """In the command, before it starts: SIGTERM when the emulator is killed, since all it talks to is gone then.
-
-    At once; what does not heed it, and what the command started, is ended by the reaper (`command`).
-    """
-    libc = ctypes.CDLL(None)
-
-    def arm() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:  # killed between the fork and now
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    return arm
 
 
 def _watch_stdin(loop: asyncio.AbstractEventLoop, end: asyncio.Event) -> None:

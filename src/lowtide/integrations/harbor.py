@@ -211,7 +211,7 @@ class LowtideEnvironment(BaseEnvironment):
         policy = self.network_policy
         if policy.network_mode == NetworkMode.NO_NETWORK:
             return "none"
-        return list(policy.allowed_hosts) if policy.network_mode == NetworkMode.ALLOWLIST else "full"
+        return list(policy.allowed_hosts) if policy.network_mode == NetworkMode.ALLOWLIST else "internet"
 
 
 def _in_harbors_words(error: errors.UnsupportedError) -> errors.UnsupportedError:

@@ -22,12 +22,16 @@ from lowtide.lifecycle.held_lease import HeldLease
 from lowtide.lifecycle.keep import Decision, Fate
 from lowtide.lifecycle.lease import LeaseState, Outcome
 from lowtide.lifecycle.ledger import OPEN_STATES
+from lowtide.lifecycle.recover import create_window_seconds
 from lowtide.providers.base import Provider, SandboxInfo, SandboxSpec
 
 if TYPE_CHECKING:
     from lowtide.lifecycle.leases import Lifecycle
 
 log = logger.get("lowtide.lifecycle")
+
+_END_SECONDS = 60.0
+"""How long the end of what a failed create made may take, after its create window."""
 
 
 async def create(life: Lifecycle, held: HeldLease, spec: SandboxSpec) -> SandboxInfo:
@@ -51,7 +55,13 @@ async def create(life: Lifecycle, held: HeldLease, spec: SandboxSpec) -> Sandbox
             # The answer is lost or says no: either way something may exist. Look, and end it.
             why = f"create failed: {str(error) or type(error).__name__}"
             decision = Decision(Fate.DESTROY, why)
-            life.start_end(held, decision, Claim.OWN, answered=_is_answer(error))
+            life.start_end(
+                held,
+                decision,
+                Claim.OWN,
+                answered=_is_answer(error),
+                deadline_seconds=create_window_seconds(provider) + _END_SECONDS,
+            )
         raise
     point("create:answered")
     try:
@@ -127,7 +137,7 @@ def ended_while_created(provider: Provider, what: str) -> SandboxGone:
 
 
 def _is_answer(error: BaseException) -> bool:
-    """Whether the provider has said no, so that nothing can appear any more; else the answer is lost."""
+    """Whether the create was refused; else its answer is lost. What a refusal proves, `recover` decides."""
     if isinstance(error, RateLimitError):
         return True
     lost = (SandboxUnavailableError, RequestTimeoutError)

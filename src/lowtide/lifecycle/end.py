@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TypeVar
 
@@ -59,13 +59,14 @@ async def end_lease(
     snapshot_name: str | None = None,
     spec: SandboxSpec | None = None,
     answered: bool = False,
+    on_nothing: Callable[[], None] = lambda: None,
 ) -> EndReport:
     """End `lease` as decided. Never raises for a provider's fault: the report says what happened.
 
     `owner` and `states` guard the row: when it has another owner by now (adopted), or is in another
     state (kept, released), nothing is touched. Without `states`: those that `lease` was seen in.
     `spec` is the create call where it is still known; what the row remembers of it does otherwise.
-    `answered`: the provider has refused the create, so one empty look-up is proof.
+    `answered`: the create was refused; `on_nothing` is called while nothing of it shows (see `recover`).
     """
     started = time.monotonic()
     report = EndReport(
@@ -104,7 +105,7 @@ async def end_lease(
             sandbox_id = (
                 claimed.sandbox_id
                 or known
-                or await recover(ledger, provider, claimed, spec, answered=answered)
+                or await recover(ledger, provider, claimed, spec, answered=answered, on_nothing=on_nothing)
             )
             if sandbox_id is None:
                 await ledger.change(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lowtide.lifecycle.lease import EndReport, Lease, Outcome
 from lowtide.providers.base import Provider, SandboxInfo, SandboxSpec
@@ -24,6 +24,8 @@ class HeldLease:
     """How many attempts to end it have failed here."""
     settled: bool = True
     """False when it was ended without its row: that is still to be written."""
+    refused: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once its create was refused and nothing of it shows: what is left is to wait for the create window."""
 
     @property
     def over(self) -> bool:

@@ -207,6 +207,7 @@ class Lifecycle:
             snapshot_name=snapshot_name,
             spec=held.spec,
             answered=answered,
+            on_nothing=held.refused.set if answered else lambda: None,
         )
         mine = held.lease.lease_id in self.held
         held.settled = True
@@ -322,12 +323,15 @@ class Lifecycle:
             seconds = settings.seconds_at_exit()
         ends = {
             asyncio.ensure_future(
-                self.end(
-                    held.provider,
-                    held.lease.lease_id,
-                    grace_seconds=min(2.0, seconds / 4),
-                    failed=failed,
-                    deadline_seconds=seconds,
+                _unless_refused(
+                    held,
+                    self.end(
+                        held.provider,
+                        held.lease.lease_id,
+                        grace_seconds=min(2.0, seconds / 4),
+                        failed=failed,
+                        deadline_seconds=seconds,
+                    ),
                 )
             ): held
             for held in list(self.held.values())
@@ -340,8 +344,8 @@ class Lifecycle:
             end.add_done_callback(_look_at_failure)
             if not end.done():
                 reports.append(_unfinished(held, seconds))
-            elif not end.cancelled() and end.exception() is None:
-                reports.append(end.result())
+            elif not end.cancelled() and end.exception() is None and (report := end.result()) is not None:
+                reports.append(report)
         if self._background:
             await asyncio.wait(list(self._background), timeout=0.5)
         point("exit:end")
@@ -352,6 +356,21 @@ class Lifecycle:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         task.add_done_callback(_look_at_failure)
+
+
+async def _unless_refused(held: HeldLease, end: Coroutine[Any, Any, EndReport]) -> EndReport | None:
+    """The report of `end`. None for a create that was refused and of which nothing shows: its row is on disk, and the
+    guardian waits for the create window in place of a process that leaves."""
+    ending = asyncio.ensure_future(end)
+    refused = asyncio.ensure_future(held.refused.wait())
+    try:
+        await asyncio.wait({ending, refused}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        refused.cancel()
+    if not ending.done():
+        ending.add_done_callback(_look_at_failure)
+        return None
+    return ending.result()
 
 
 def _unfinished(held: HeldLease, seconds: float) -> EndReport:

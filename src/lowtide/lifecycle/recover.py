@@ -51,18 +51,28 @@ def request_ended(lease: Lease) -> dict[str, Instant]:
 
 
 async def recover(
-    ledger: Ledger, provider: Provider, lease: Lease, spec: SandboxSpec, *, answered: bool
+    ledger: Ledger,
+    provider: Provider,
+    lease: Lease,
+    spec: SandboxSpec,
+    *,
+    answered: bool,
+    on_nothing: Callable[[], None] = lambda: None,
 ) -> str | None:
-    """The id of what a create with a lost answer made; None once it has surely made nothing.
+    """The id of what a create without a usable answer made; None once it has surely made nothing.
 
     What was asked for may appear for as long as the create window after the request has ended, unless the
     provider can take the request's key: then it shows at once, or cannot appear at all.
+
+    `answered`: the create was refused. A refusal proves nothing by itself, because a proxy may give it after the
+    service has committed. With one empty look it is proof where that look cannot lag (`Recovery.looks_lag`);
+    elsewhere the window is waited for, with few looks. `on_nothing` is called after each empty look.
     """
-    delay = 0.05
+    delay, factor, longest = (1.0, 3.0, 30.0) if answered else (0.05, 1.6, 5.0)
     ended = request_ended(lease).get("request_ended") or Instant.now()
     while True:
         found = await patiently(f"looking for {lease.lease_id}", lambda: provider.find(spec))
-        if found is None and not answered and isinstance(provider, Replays):
+        if found is None and isinstance(provider, Replays):
             point("recover:replay")
             found = await patiently(f"replaying {lease.lease_id}", lambda: provider.replay(spec))
             point("recover:replayed")
@@ -74,16 +84,17 @@ async def recover(
             except LedgerError as error:  # it is known here, and that is enough to end it
                 log.warning("lease %s: %s", lease.lease_id, error)
             return found.sandbox_id
-        if answered:
+        on_nothing()
+        if answered and not provider.traits.recovery.looks_lag:
             return None
-        left = _create_window_seconds(provider) - (ended.elapsed() or 0.0)
+        left = create_window_seconds(provider) - (ended.elapsed() or 0.0)
         if left <= 0:
             return None
         await asyncio.sleep(min(delay, left + 0.01))
-        delay = min(delay * 1.6, 5.0)
+        delay = min(delay * factor, longest)
 
 
-def _create_window_seconds(provider: Provider) -> float:
+def create_window_seconds(provider: Provider) -> float:
     """The provider's own, or LOWTIDE_CREATE_WINDOW_SECONDS where that is shorter: for tests on one machine."""
     window = provider.traits.create_window_seconds
     try:

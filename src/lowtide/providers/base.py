@@ -40,9 +40,11 @@ class Capability(enum.StrEnum):
     PIDS_LIMIT = "pids-limit"
     DISK_LIMIT = "disk-limit"
     NETWORK_NONE = "network-none"
-    NETWORK_FULL = "network-full"
+    NETWORK_INTERNET = "network-internet"  # the public internet
+    NETWORK_HOST = "network-host"  # this machine's own network
     NETWORK_ALLOW = "network-allow"  # an allow-list of hosts or CIDRs
     NETWORK_PORTS = "network-ports"  # its entries may name a port
+    DENIED_CONNECTIONS = "denied-connections"  # refused connections are listed
     GVISOR = "gvisor"  # isolation="gvisor": a kernel of the sandbox's own, in front of the machine's
     PORTS = "ports"  # url(port)
     SNAPSHOT = "snapshot"
@@ -53,13 +55,21 @@ class Capability(enum.StrEnum):
 
 
 class Recovery(enum.Enum):
-    """How a create whose answer was lost is found again."""
+    """How a create whose answer was lost is found again, and what proves that it made nothing."""
 
     REPLAY = (
         "replay"  # by label; else take its idempotency key with another create, and destroy what that returns
     )
     BY_NAME = "by-name"  # get by the name we chose
     BY_LABEL = "by-label"  # list by label until the create window has surely passed
+
+    @property
+    def looks_lag(self) -> bool:
+        """Whether an empty look is no proof, even after a refused create: lists lag behind what was committed.
+
+        A name that we chose is taken when the service commits, so one look by name is proof then.
+        """
+        return self is not Recovery.BY_NAME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,13 +120,14 @@ class Isolation(enum.StrEnum):
 
 class NetworkMode(enum.StrEnum):
     NONE = "none"
-    FULL = "full"
+    INTERNET = "internet"
+    HOST = "host"
     ALLOW = "allow"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """What a sandbox may reach: nothing, everything, or the hosts and CIDRs in `allow`.
+    """What a sandbox may reach: nothing, the public internet, the host's network, or what `allow` lists.
 
     An entry is a host, ``*.`` and a host (all below it), an address or a CIDR, each with ``:port`` where only
     that port is meant. A host alone means ports 80 and 443; an address or CIDR alone means every TCP port.
@@ -124,6 +135,25 @@ class Network:
 
     mode: NetworkMode = NetworkMode.NONE
     allow: tuple[str, ...] = ()
+
+    @property
+    def proxied(self) -> bool:
+        """Whether lowtide's own proxy can enforce it: the public internet or an allow-list."""
+        return self.mode in (NetworkMode.INTERNET, NetworkMode.ALLOW)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeniedConnection:
+    """A connection, datagram or name lookup of a sandbox that its network setting refused."""
+
+    at: datetime
+    host: str
+    """The name that was connected to or looked up, or the address where no name is known."""
+    port: int | None
+    """None for a name lookup."""
+    protocol: str
+    """``tcp``, ``udp`` or ``dns``."""
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

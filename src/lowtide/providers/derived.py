@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import posixpath
 import stat as modes
-from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -28,7 +28,8 @@ from lowtide.providers.base import STDERR, ProcessHandle, ProcessSpec, Provider
 from lowtide.providers.optional import FileEntry, FileKind, NativeFiles, NativeTrees
 
 GRACE_SECONDS = 1.0
-_MAX_ANSWER_BYTES = 256 << 20
+_MAX_ANSWER_BYTES = 32 << 20
+_MOST_LISTED = 100_000  # entries that list_dir takes into memory
 _MAX_COMPLAINT_BYTES = 64 << 10
 
 
@@ -93,17 +94,46 @@ class DerivedFiles:
 
     async def stat(self, sandbox_id: str, path: str) -> FileEntry:
         answer = await self._script(sandbox_id, _STAT, path)
-        return next(iter(_entries(answer, posixpath.dirname(path.rstrip("/")) or "/", path)))
+        found = self._entries(sandbox_id, answer, posixpath.dirname(path.rstrip("/")) or "/", path)
+        if not found:
+            raise self._unreadable(sandbox_id, path)
+        return found[0]
 
     async def list_dir(self, sandbox_id: str, path: str) -> Sequence[FileEntry]:
         answer = await self._script(sandbox_id, _LIST, path, _DESCRIBE)
-        return sorted(_entries(answer, path), key=lambda entry: entry.name)
+        return sorted(self._entries(sandbox_id, answer, path), key=lambda entry: entry.name)
 
     async def make_dir(self, sandbox_id: str, path: str) -> None:
         await self._script(sandbox_id, _MAKE_DIR, path)
 
     async def remove(self, sandbox_id: str, path: str, *, recursive: bool) -> None:
         await self._script(sandbox_id, _REMOVE, path, "yes" if recursive else "no")
+
+    def _entries(
+        self, sandbox_id: str, answer: bytes, directory: str, whole: str | None = None
+    ) -> list[FileEntry]:
+        try:
+            found = _entries(answer, directory, whole)
+        except (ValueError, OverflowError, OSError, StopIteration) as error:
+            raise self._unreadable(sandbox_id, whole or directory) from error
+        if len(found) > _MOST_LISTED:
+            raise SandboxFileError(
+                f"{directory} holds too much to be listed in memory (more than {_MOST_LISTED} entries); exec a command "
+                "that looks for what you want",
+                path=directory,
+                provider=self._provider.name,
+                sandbox_id=sandbox_id,
+            )
+        return found
+
+    def _unreadable(self, sandbox_id: str, path: str) -> SandboxFileError:
+        """Programs of the sandbox describe its files, and may have been replaced."""
+        return SandboxFileError(
+            f"{path}: what the sandbox's own programs say about it cannot be read",
+            path=path,
+            provider=self._provider.name,
+            sandbox_id=sandbox_id,
+        )
 
     async def _script(self, sandbox_id: str, script: str, path: str, *arguments: str) -> bytes:
         ran = await run(self._provider, sandbox_id, "/bin/sh", "-c", script, "sh", path, *arguments)
@@ -224,10 +254,10 @@ cd -- "$1" && exec tar -xof -"""
 
 
 def _entries(answer: bytes, directory: str, whole: str | None = None) -> list[FileEntry]:
-    fields = iter(answer.split(b"\0"))
-    entries = []
+    fields = _fields(answer)
+    entries: list[FileEntry] = []
     for head in fields:
-        if not head:
+        if not head or len(entries) > _MOST_LISTED:
             break
         count = int(head)
         names = [next(fields) for _ in range(count)]
@@ -237,6 +267,15 @@ def _entries(answer: bytes, directory: str, whole: str | None = None) -> list[Fi
             if line != b"-":  # gone before it could be looked at
                 entries.append(_entry(name, line, target, directory, whole))
     return entries
+
+
+def _fields(answer: bytes) -> Iterator[bytes]:
+    """What stands between NUL bytes, one at a time: of a hostile answer, all of them would fill memory."""
+    at = 0
+    while (end := answer.find(b"\0", at)) >= 0:
+        yield answer[at:end]
+        at = end + 1
+    yield answer[at:]
 
 
 def _entry(name: bytes, line: bytes, target: bytes, directory: str, whole: str | None) -> FileEntry:

@@ -66,6 +66,15 @@ class Stops(Protocol):
 
 
 @runtime_checkable
+class HoldsImages(Protocol):
+    """Providers whose images lie on this machine or its engine, and are fetched from a registry when they do not."""
+
+    async def has_image(self, image: str) -> bool:
+        """Whether a sandbox on `image` can be created without a request to a registry."""
+        ...
+
+
+@runtime_checkable
 class Ports(Protocol):
     async def url(self, sandbox_id: str, port: int) -> Url: ...
 
@@ -111,8 +120,10 @@ class NativeFiles(Protocol):
 class DirectFiles(Protocol):
     """Where the sandbox's files can be opened on this machine: the kernel copies, nothing passes through Python."""
 
-    async def read_into(self, sandbox_id: str, path: str, descriptor: int) -> int:
-        """As `read_file`, into an open file. Returns the bytes copied."""
+    async def read_into(
+        self, sandbox_id: str, path: str, descriptor: int, *, max_bytes: int | None = None
+    ) -> int:
+        """As `read_file`, into an open file. Returns the bytes copied; more than `max_bytes`: it was not copied whole."""
         ...
 
     async def write_from(

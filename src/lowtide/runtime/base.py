@@ -108,7 +108,8 @@ class Runtime(ActionCalls):
 
         Any number of times. Silent when the sandbox is already gone. An attached one is left as it is.
         """
-        return Operation.start(self._close(failed=False, rm_all_containers=rm_all_containers))
+        ending = self._close(failed=False, rm_all_containers=rm_all_containers)
+        return Operation.start(ending, shielded=True)
 
     def __enter__(self) -> Self:
         try:
@@ -124,7 +125,7 @@ class Runtime(ActionCalls):
     ) -> None:
         if self._born == generation():
             ending = self._close(failed=block_exit.is_failure(error), rm_all_containers=None)
-            block_exit.leave(Operation.start(ending), error)
+            block_exit.leave(Operation.start(ending, shielded=True), error)
 
     async def __aenter__(self) -> Self:
         try:
@@ -140,7 +141,7 @@ class Runtime(ActionCalls):
     ) -> None:
         if self._born == generation():
             ending = self._close(failed=block_exit.is_failure(error), rm_all_containers=None)
-            await block_exit.leave_async(Operation.start(ending), error)
+            await block_exit.leave_async(Operation.start(ending, shielded=True), error)
 
     # What it is.
 

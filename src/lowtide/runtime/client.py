@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlencode
 
+from lowtide import sandbox_json
 from lowtide.actionserver.models import Action, Observation
 from lowtide.errors import (
     AuthenticationError,
@@ -27,6 +28,8 @@ GRACE_SECONDS = 30.0
 _CHUNK = 1 << 18
 MAX_ANSWER_BYTES = 512 << 20
 """More than any file that an action reads becomes as JSON."""
+MAX_DOWNLOAD_BYTES = 64 << 30
+"""What one download writes at most."""
 
 
 class Writer(Protocol):
@@ -153,14 +156,17 @@ class ActionClient:
         return size
 
     async def download(self, path: str, destination: Path, *, raw: bool = False) -> int:
-        """A zip, or with `raw` the plain file, into `destination`."""
+        """A zip, or with `raw` the plain file, into `destination`: 64 GiB at most."""
         size = 0
         query = urlencode({"path": path, "raw": "1" if raw else "0"})
         async with _Exchange(self, "GET", f"/download_files?{query}") as exchange:
             await exchange.send(b"", "")
             with destination.open("wb") as file:
                 async for piece in exchange.body():
-                    size += file.write(piece)
+                    size += len(piece)
+                    if size > MAX_DOWNLOAD_BYTES:
+                        raise _nonsense(f"more than {MAX_DOWNLOAD_BYTES >> 30} GiB")
+                    file.write(piece)
         return size
 
     async def aclose(self) -> None:
@@ -324,7 +330,7 @@ def _broken(error: Exception) -> SandboxUnavailableError:
 
 def _failure(status: int, body: bytes) -> Exception:
     try:
-        said = str(json.loads(body)["detail"])
+        said = str(sandbox_json.parse(body)["detail"])
     except (ValueError, KeyError, TypeError, RecursionError):
         said = body.decode("utf-8", "replace")[:500]
     if status in (400, 405, 413, 431):
@@ -364,7 +370,9 @@ def _holds_data(reader: asyncio.StreamReader) -> bool:
 
 def _parsed(data: bytes) -> Any:
     try:
-        return json.loads(data)
+        return sandbox_json.parse(data)
+    except sandbox_json.TooLargeError as error:
+        raise _nonsense(f"too much: {error}") from None
     except (ValueError, RecursionError) as error:
         raise _nonsense(f"no JSON ({type(error).__name__})") from None
 

@@ -160,7 +160,7 @@ class FaultyProvider:
     name: ClassVar[str] = "faulty"
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {Capability.STDIN, Capability.SIGNALS, Capability.LIFETIME, Capability.RENEW}
-        | {Capability.NETWORK_FULL, Capability.COMMAND, Capability.IMAGE}
+        | {Capability.NETWORK_INTERNET, Capability.COMMAND, Capability.IMAGE}
     )
     traits: ClassVar[Traits] = Traits(recovery=Recovery.BY_LABEL, create_window_seconds=2.0, light=True)
     options_type: ClassVar[type | None] = None

@@ -6,12 +6,13 @@ import contextlib
 import errno
 import os
 import stat
+from pathlib import Path
 
 from lowtide.trees.holes import copy_data
+from lowtide.trees.remove import remove_tree
 from lowtide.trees.walk import DIRECTORY, Entry, Position, walk
 
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-_LONGEST_PATH = 4096
 ATTRIBUTES = ("user.", "system.posix_acl_")
 """How the names of those extended attributes begin that are copied."""
 _WHITEOUT = 0  # device 0/0: how an overlay says "deleted"
@@ -27,7 +28,8 @@ def copy_tree(source: str, target: str, *, link: bool = False) -> None:
         os.mkdir(target, 0o700)
         into = os.open(target, DIRECTORY)
         try:
-            _Copy(into, link).run(top)
+            with Entries(f"{target}.links") as entries:
+                _Copy(into, link, entries).run(top)
             finish_directory(top, into, os.fstat(top))
         finally:
             os.close(into)
@@ -36,8 +38,8 @@ def copy_tree(source: str, target: str, *, link: bool = False) -> None:
 
 
 class _Copy:
-    def __init__(self, target: int, link: bool) -> None:
-        self._at, self._link, self._entries = Position(target), link, Entries(target)
+    def __init__(self, target: int, link: bool, entries: Entries) -> None:
+        self._at, self._link, self._entries = Position(target), link, entries
 
     def run(self, source: int) -> None:
         try:
@@ -45,11 +47,9 @@ class _Copy:
                 if entry.left:
                     finish_directory(entry.own, self._at.fd, os.fstat(entry.own))
                     self._at.leave()
-                    self._entries.path.pop()
                 elif entry.own >= 0:
                     os.mkdir(entry.name, 0o700, dir_fd=self._at.fd)
                     self._at.enter(entry.name)
-                    self._entries.path.append(entry.name)
                 elif self._link:
                     self._entries.link(entry, self._at.fd)
                 else:
@@ -60,12 +60,24 @@ class _Copy:
 
 
 class Entries:
-    """What is no directory, put into a tree with the open directory `top`. `path`: where in it one is."""
+    """What is no directory, put into a tree.
 
-    def __init__(self, top: int) -> None:
-        self._top = top
-        self.path: list[str] = []
-        self._linked: dict[tuple[int, int], str] = {}
+    A file with several names is copied once. Its copy gets one name more in the directory `links`, named by the
+    file's number, from which its other names are made: a sandbox can make more such files than memory should hold, and
+    paths longer than a path can be. The directory is made when it is needed, and removed at the end.
+    """
+
+    def __init__(self, links: str) -> None:
+        self._links_path, self._links = links, -1
+
+    def __enter__(self) -> Entries:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._links >= 0:
+            os.close(self._links)
+            self._links = -1
+            remove_tree(Path(self._links_path))
 
     def link(self, entry: Entry, target: int) -> None:
         names = {"src_dir_fd": entry.parent, "dst_dir_fd": target}
@@ -78,15 +90,17 @@ class Entries:
 
     def copy(self, entry: Entry, target: int) -> None:
         info, name = entry.info, entry.name
-        inode = (info.st_dev, info.st_ino)
-        first = self._linked.get(inode) if info.st_nlink > 1 else None
-        if first is not None:
+        number = f"{info.st_dev:x}-{info.st_ino:x}" if info.st_nlink > 1 else None
+        if number is not None and self._links >= 0:
             try:
-                os.link(first, name, src_dir_fd=self._top, dst_dir_fd=target, follow_symlinks=False)
+                os.link(number, name, src_dir_fd=self._links, dst_dir_fd=target, follow_symlinks=False)
                 return
+            except FileNotFoundError:
+                pass  # its first name
             except OSError as error:
                 if error.errno != errno.EMLINK:
                     raise
+                os.unlink(number, dir_fd=self._links)
         kind = stat.S_IFMT(info.st_mode)
         if kind == stat.S_IFREG:
             _copy_file(name, entry.parent, target)
@@ -102,11 +116,16 @@ class Entries:
             return  # a device: no sandbox can make one
         if kind in (stat.S_IFLNK, stat.S_IFIFO, stat.S_IFSOCK):
             _finish_special(name, target, info)
-        # What lies deeper than a path can say is copied again for each of its names.
-        if info.st_nlink > 1 and len(self.path) < _LONGEST_PATH // 2:
-            path = "/".join((*self.path, name))
-            if len(os.fsencode(path)) < _LONGEST_PATH:
-                self._linked[inode] = path
+        if number is not None:
+            self._remember(number, name, target)
+
+    def _remember(self, number: str, name: str, target: int) -> None:
+        if self._links < 0:
+            os.mkdir(self._links_path, 0o700)
+            self._links = os.open(self._links_path, DIRECTORY)
+        # Not there any more: swapped while it was looked at, and not copied.
+        with contextlib.suppress(FileNotFoundError):
+            os.link(name, number, src_dir_fd=target, dst_dir_fd=self._links, follow_symlinks=False)
 
 
 def finish_directory(source: int, target: int, info: os.stat_result) -> None:

@@ -12,11 +12,18 @@ _NO_SUCH_CALL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _ZEROS = bytes(1 << 20)
 
 
-def copy_data(source: int, target: int, given_up: Callable[[], bool] = lambda: False) -> int:
-    """An open file into an empty one, by the kernel: at most the bytes it has now, holes included."""
+def copy_data(
+    source: int, target: int, given_up: Callable[[], bool] = lambda: False, most: int | None = None
+) -> int:
+    """An open file into an empty one, by the kernel: at most the bytes it has now, holes included.
+
+    Returns the bytes copied. More than `most` means that the file is larger than that, and was not copied whole.
+    """
     size = os.fstat(source).st_size
-    if size == 0:
-        return _copy_stream(source, target, given_up)  # /proc and its like say so although there is something
+    if size == 0:  # /proc and its like say so although there is something
+        return _copy_stream(source, target, given_up, most)
+    if most is not None and size > most:
+        return size
     at = 0
     while at < size and not given_up():
         try:
@@ -62,9 +69,11 @@ def _some(source: int, target: int, at: int, count: int) -> int:
     return os.sendfile(target, source, at, count)
 
 
-def _copy_stream(source: int, target: int, given_up: Callable[[], bool]) -> int:
+def _copy_stream(source: int, target: int, given_up: Callable[[], bool], most: int | None) -> int:
     copied = 0
-    while not given_up() and (data := os.read(source, 1 << 20)):  # these cannot be copied by the kernel
+    while (
+        not given_up() and (most is None or copied <= most) and (data := os.read(source, 1 << 20))
+    ):  # these cannot be copied by the kernel
         if not copied and os.fstat(source).st_size:
             break  # it was empty and has begun to grow: /proc never says a size
         view = memoryview(data)

@@ -27,29 +27,28 @@ def join_trees(layers: Sequence[str], target: str) -> None:
         for layer in layers[1:]:
             top = os.open(layer, DIRECTORY)
             try:
-                _lay_over(top, into)
+                with Entries(f"{target}.links") as entries:
+                    _lay_over(top, into, entries)
             finally:
                 os.close(top)
     finally:
         os.close(into)
 
 
-def _lay_over(layer: int, target: int) -> None:
-    at, entries = Position(target), Entries(target)
+def _lay_over(layer: int, target: int, entries: Entries) -> None:
+    at = Position(target)
     try:
         _open(target)
         for entry in walk(layer):
             if entry.left:
                 finish_directory(entry.own, at.fd, os.fstat(entry.own))
                 at.leave()
-                entries.path.pop()
             elif entry.own >= 0:
                 hides = _opaque(entry.own)
                 if hides or not _is_directory(entry.name, at.fd):
                     hides = _remove(entry.name, at.fd) or hides
                     os.mkdir(entry.name, 0o700, dir_fd=at.fd)
                 at.enter(entry.name)
-                entries.path.append(entry.name)
                 _open(at.fd)
                 if hides:
                     os.setxattr(at.fd, _OPAQUE, b"y")

@@ -20,13 +20,19 @@ _SMALL = 1 << 20  # read whole before anything is said about it
 _UNTOLD = 1 << 18  # of a file that does not say its size, as those of /proc: a longer one is skipped
 _BATCH = 1 << 18
 _WANTED = 1 << 14
+_MOST_LINKED = 64 << 20  # bytes of first names of files that have more names to come
+_LINKED_BYTES = 350  # what remembering one takes besides the name
 
 
 class Pack:
     """Packs one open directory. `write` gets blocks; what was packed is counted here.
 
-    With `marks`, what changed and what was left out is said in the stream itself. Without, a file that became
-    shorter is packed again: who unpacks it needs to know nothing. With `ahead`, what is to come is said first.
+    With `marks`, what changed and what was left out is said in the stream itself, and is not kept here. Without, a
+    file that became shorter is packed again: who unpacks it needs to know nothing. With `ahead`, what is to come is
+    said first.
+
+    A file with several names is packed once, and its other names as hard links. For that at most 64 MiB of names are
+    remembered; beyond that, each name is packed as a file of its own.
     """
 
     def __init__(
@@ -44,7 +50,10 @@ class Pack:
         self._batch: list[bytes] = []
         self._batched = 0
         # By its time too: the number of a file that is gone is soon another's.
-        self._linked: dict[tuple[int, int, int], bytes] = {}
+        self._linked: dict[
+            tuple[int, int, int], tuple[bytes, int]
+        ] = {}  # the first name, and how many follow
+        self._linked_bytes = 0
 
     def run(self, top: int) -> None:
         if self._ahead:
@@ -98,13 +107,12 @@ class Pack:
             return
         kind = stat.S_IFMT(info.st_mode)
         if kind == stat.S_IFREG:
-            known = (info.st_dev, info.st_ino, info.st_mtime_ns)
-            first = self._linked.get(known) if info.st_nlink > 1 else None
+            first = self._first_name(info) if info.st_nlink > 1 else None
             if first is not None:
                 self.files += 1
                 self._put(tar.header(name, tar.HARD_LINK, mode, 0, moment, first))
             elif self._add_file(entry, name, shown) and info.st_nlink > 1:
-                self._linked[known] = name
+                self._remember(info, name)
         elif kind == stat.S_IFLNK:
             try:
                 target = os.fsencode(os.readlink(entry.name, dir_fd=entry.parent))
@@ -116,6 +124,26 @@ class Pack:
             self._put(tar.header(name, tar.LINK, mode, 0, moment, target))
         else:
             self._skip(shown)
+
+    def _remember(self, info: os.stat_result, name: bytes) -> None:
+        size = len(name) + _LINKED_BYTES
+        if self._linked_bytes + size <= _MOST_LINKED:
+            self._linked[info.st_dev, info.st_ino, info.st_mtime_ns] = name, info.st_nlink - 1
+            self._linked_bytes += size
+
+    def _first_name(self, info: os.stat_result) -> bytes | None:
+        """Of a file that was packed under another name; forgotten when this is the last of its names."""
+        known = (info.st_dev, info.st_ino, info.st_mtime_ns)
+        found = self._linked.get(known)
+        if found is None:
+            return None
+        name, left = found
+        if left > 1:
+            self._linked[known] = name, left - 1
+        else:
+            del self._linked[known]
+            self._linked_bytes -= len(name) + _LINKED_BYTES
+        return name
 
     def _add_file(self, entry: Entry, name: bytes, shown: str) -> bool:
         try:
@@ -152,9 +180,10 @@ class Pack:
             if not (whole or self._marks):
                 raise OSError(errno.EAGAIN, "it became shorter each time it was read", shown)
             if not whole or (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-                self.changed.append(shown)
                 if self._marks:
                     self._put(tar.mark(tar.READ, b"%d" % real))
+                else:
+                    self.changed.append(shown)
             self.files += 1
             self.bytes += real
             return True
@@ -203,9 +232,10 @@ class Pack:
         return real, real == size
 
     def _skip(self, shown: str) -> None:
-        self.skipped.append(shown)
         if self._marks:
             self._put(tar.mark(tar.SKIPPED, os.fsencode(shown)))
+        else:
+            self.skipped.append(shown)
 
     def _put(self, data: bytes) -> None:
         self._batch.append(data)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 FILE, HARD_LINK, LINK, FIFO, FOLDER, MARK, OTHER = b"0", b"1", b"2", b"6", b"5", b"g", b"?"
 END = bytes(1024)
 READ, SKIPPED, WANTED = b"LOWTIDE.read", b"LOWTIDE.skipped", b"LOWTIDE.wanted"
+_USED = frozenset({READ, SKIPPED, WANTED, b"path", b"linkpath", b"size", b"mtime"})
 LONGEST_NAME = 16_384
 _LONGEST_HEADER = 1 << 20
 _MOST_HEADERS = 8  # a long name, a long link and a few extended headers can stand before one entry
@@ -264,7 +265,8 @@ def _records(content: bytes) -> Iterator[tuple[bytes, bytes]]:
             raise TarError("an extended header is broken")
         if key.startswith(b"GNU.sparse."):
             raise _sparse()
-        yield key, value
+        if key in _USED:  # others fill memory
+            yield key, value
         at = end
 
 

@@ -14,9 +14,12 @@ import os
 import stat
 
 from . import tar_stream as tar
+from .walk import Position
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from .tar_stream import Member, Reader
 
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -26,7 +29,26 @@ _ZEROS = bytes(1 << 20)
 _MOST_REMEMBERED = (
     256 << 20
 )  # bytes of names: what was skipped, stripped or changed, and links still to be made
-_MOST_SETTLED = 100_000  # directories whose times and modes are set at the end; more only fill memory
+_MOST_SETTLED = 100_000  # directories that are remembered until the end; more only fill memory
+_ENTRY_BYTES = 4096  # what an entry takes on a disk besides its content, and at least
+
+
+class TooLarge(Exception):
+    """The archive holds more than the caller accepts."""
+
+
+class _Folder:
+    """A directory that gets its mode and time at the end, or one above such a directory.
+
+    Directories are remembered as a tree: a full path for each would take quadratic memory in a deep tree, and
+    quadratic time to visit.
+    """
+
+    __slots__ = ("folders", "settled")
+
+    def __init__(self) -> None:
+        self.folders: dict[bytes, _Folder] = {}
+        self.settled: tuple[int, int | None] | None = None  # mode, time
 
 
 class _Unpack:
@@ -38,25 +60,18 @@ class _Unpack:
         self.files = self.bytes = 0
         self._root = root
         self._at: list[bytes] = []
-        self._fd = os.dup(root)
-        self._settled: dict[tuple[bytes, ...], tuple[int, int | None]] = {}  # mode, time
+        self._position = Position(root)
+        self._top = _Folder()
+        self._remembered_folders = 0
 
     def run(self, reader: Reader) -> None:
         try:
             for member in reader:
                 self.take(reader, member)
             self.links()
-            for parts in reversed(self._settled):
-                mode, moment = self._settled[parts]
-                try:
-                    fd = self._enter(list(parts))
-                    os.fchmod(fd, mode)
-                    if moment is not None:
-                        os.utime(fd, ns=(moment, moment))
-                except (OSError, OverflowError):
-                    continue  # somebody has moved it, or it belongs to another
+            self._settle_all()
         finally:
-            os.close(self._fd)
+            self._position.close()
 
     def take(self, reader: Reader, member: Member) -> None:
         raise NotImplementedError
@@ -65,38 +80,106 @@ class _Unpack:
         """What is made last."""
 
     def _enter(self, parts: list[bytes]) -> int:
-        """The directory of that name, made where it is missing. The descriptor is good until the next call."""
-        if parts == self._at:
-            return self._fd
-        known = len(self._at)
-        if known > len(parts) or parts[:known] != self._at:
-            known = 0
-        fd = os.dup(self._fd if known else self._root)
-        try:
-            for count in range(known, len(parts)):
-                below = self._into(fd, parts[: count + 1])
-                os.close(fd)
-                fd = below
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(self._fd)
-        self._fd, self._at = fd, parts
-        return fd
+        """The directory of that name, made where it is missing. The descriptor is good until the next call.
 
-    def _into(self, fd: int, path: list[bytes]) -> int:
-        """From the directory above into the last of `path`."""
+        From the last directory to this one by the shorter way: a deep tree is walked in linear time.
+        """
+        if parts == self._at:
+            return self._position.fd
+        common = _common(self._at, parts)
+        up = len(self._at) - common
+        if up > max(common, self._position.MOST_OPEN):
+            self._restart()
+        else:
+            try:
+                for _ in range(up):
+                    self._position.leave()
+                    self._at.pop()
+            except OSError:  # a directory was moved away, or a link led to it
+                self._restart()
+        for depth in range(len(self._at), len(parts)):
+            self._position.push(self._into(self._position.fd, parts, depth))
+            self._at.append(parts[depth])
+        return self._position.fd
+
+    def _restart(self) -> None:
+        self._position.close()
+        self._position, self._at = Position(self._root), []
+
+    def _into(self, fd: int, parts: list[bytes], depth: int) -> int:
+        """From the directory above into `parts[depth]`."""
+        name = parts[depth]
         try:
-            return os.open(path[-1], _FOLDER | self.follow, dir_fd=fd)
+            return os.open(name, _FOLDER | self.follow, dir_fd=fd)
         except FileNotFoundError:
-            os.mkdir(path[-1], 0o755, dir_fd=fd)
-            return os.open(path[-1], _FOLDER | os.O_NOFOLLOW, dir_fd=fd)
+            self._made()
+            os.mkdir(name, 0o755, dir_fd=fd)
+            return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=fd)
+
+    def _made(self) -> None:
+        """Something is about to be made."""
 
     def _settle(self, parts: list[bytes], mode: int, moment: int | None) -> None:
-        if len(self._settled) < _MOST_SETTLED:
-            self._settled[tuple(parts)] = (mode, moment)
+        folder = self._remembered_folder(parts, _MOST_SETTLED)
+        if folder is not None:
+            folder.settled = (mode, moment)
         else:
             os.fchmod(self._enter(parts), mode)
+
+    def _remembered_folder(self, parts: list[bytes], most: int | None = None) -> _Folder | None:
+        """The record of a directory. None: there is none, and `most` are remembered already."""
+        folder = self._top
+        for part in parts:
+            below = folder.folders.get(part)
+            if below is None:
+                if most is not None and self._remembered_folders >= most:
+                    return None
+                self._remembered_folders += 1
+                below = folder.folders[part] = _Folder()
+            folder = below
+        return folder
+
+    def _settle_all(self) -> None:
+        """From the bottom up: a directory may get a mode that lets nobody into it."""
+        self._restart()
+        way: list[tuple[_Folder, Iterator[tuple[bytes, _Folder]]]] = [
+            (self._top, iter(self._top.folders.items()))
+        ]
+        while way:
+            folder, rest = way[-1]
+            for name, below in rest:
+                try:
+                    self._position.push(os.open(name, _FOLDER | self.follow, dir_fd=self._position.fd))
+                except OSError:
+                    continue  # somebody has moved it
+                self._at.append(name)
+                way.append((below, iter(below.folders.items())))
+                break
+            else:
+                way.pop()
+                if folder.settled is not None:
+                    with contextlib.suppress(OSError, OverflowError):  # it belongs to another
+                        os.fchmod(self._position.fd, folder.settled[0])
+                        if folder.settled[1] is not None:
+                            os.utime(self._position.fd, ns=(folder.settled[1], folder.settled[1]))
+                if way and not self._up():
+                    return
+
+    def _up(self) -> bool:
+        """Back to the directory above, by its path where it is not the one above any more (a link led here)."""
+        self._at.pop()
+        try:
+            self._position.leave()
+        except OSError:
+            above = self._at
+            self._restart()
+            try:
+                for name in above:
+                    self._position.push(os.open(name, _FOLDER | self.follow, dir_fd=self._position.fd))
+            except OSError:
+                return False
+            self._at = above
+        return True
 
     def _write(self, fd: int, reader: Reader, member: Member, mode: int) -> None:
         """Content, mode and time; closes it."""
@@ -124,12 +207,17 @@ class Careful(_Unpack):
 
     follow = os.O_NOFOLLOW
 
-    def __init__(self, root: int) -> None:
+    def __init__(self, root: int, *, most: int | None = None, umask: int = 0) -> None:
+        """`most`: bytes that are written, with 4 KiB for each entry, before `TooLarge` is raised.
+
+        `umask` is taken from all modes.
+        """
         super().__init__(root)
+        self._most, self._umask, self._spent = most, umask, 0
         self.skipped: list[str] = []
         self.changed: list[str] = []
         self.stripped: list[str] = []
-        self._links: list[tuple[list[bytes], bytes]] = []
+        self._links: list[tuple[bytes, bytes]] = []
         self._last: tuple[list[bytes], int] | None = None
         self._remembered = 0
 
@@ -148,35 +236,39 @@ class Careful(_Unpack):
             self._skip(b"/".join(parts) or member.name)
 
     def links(self) -> None:
-        for parts, target in self._links:
+        for name, target in self._links:
+            parts = name.split(b"/")
             try:
                 os.symlink(target, parts[-1], dir_fd=self._enter(parts[:-1]))
             except (OSError, _LinkInTheWay):
-                self._skip(b"/".join(parts))
+                self._skip(name)
 
     def _take(self, reader: Reader, member: Member, parts: list[bytes]) -> None:
         kind = member.kind
         if kind == tar.FOLDER:
             self._enter(parts)
             if parts:
-                self._settle(parts, (member.mode & 0o1777) | 0o700, member.mtime_ns)
+                self._settle(parts, (member.mode & 0o1777 & ~self._umask) | 0o700, member.mtime_ns)
                 if member.mode & 0o6000:
                     self._remember(self.stripped, b"/".join(parts))
         elif not parts:
             raise FileExistsError
         elif kind == tar.FILE:
+            self._spend(member.size + _ENTRY_BYTES)
             fd = os.open(parts[-1], _NEW_FILE, 0o600, dir_fd=self._enter(parts[:-1]))
-            self._write(fd, reader, member, (member.mode & 0o777) | 0o600)
+            self._write(fd, reader, member, (member.mode & 0o777 & ~self._umask) | 0o600)
             self.files += 1
             self.bytes += member.size
             self._last = (parts, member.size)
             if member.mode & 0o6000:
                 self._remember(self.stripped, b"/".join(parts))
         elif kind == tar.HARD_LINK:
+            self._spend(_ENTRY_BYTES)
             self._hard_link(parts, [part for part in member.link.split(b"/") if part not in (b"", b".")])
         elif kind == tar.LINK and _stays_inside(parts, member.link):
+            self._spend(_ENTRY_BYTES)
             self._count(len(member.name) + len(member.link))
-            self._links.append((parts, member.link))
+            self._links.append((b"/".join(parts), member.link))
         else:
             self._skip(b"/".join(parts))
 
@@ -212,21 +304,29 @@ class Careful(_Unpack):
                 os.close(fd)
             self.bytes -= size - real
 
-    def _into(self, fd: int, path: list[bytes]) -> int:
+    def _into(self, fd: int, parts: list[bytes], depth: int) -> int:
         try:
-            return super()._into(fd, path)
+            return super()._into(fd, parts, depth)
         except OSError as error:
             raise _LinkInTheWay from error
+
+    def _made(self) -> None:
+        self._spend(_ENTRY_BYTES)
+
+    def _spend(self, size: int) -> None:
+        self._spent += size
+        if self._most is not None and self._spent > self._most:
+            raise TooLarge
 
     def _skip(self, name: bytes) -> None:
         self._remember(self.skipped, name)
 
     def _remember(self, names: list[str], name: bytes) -> None:
-        self._count(len(name))
+        self._count(2 * len(name))  # a character of text takes two bytes when one of them is no ASCII
         names.append(os.fsdecode(name))
 
     def _count(self, size: int) -> None:
-        self._remembered += size + 100
+        self._remembered += size + 160
         if self._remembered > _MOST_REMEMBERED:
             raise tar.TarError("it names more that cannot be taken as it is than memory should hold")
 
@@ -311,13 +411,15 @@ class Replacing(_Unpack):
             number = errno.ENOTDIR if folder else errno.EISDIR
             raise OSError(number, f"{os.fsdecode(name)}: {os.strerror(number)}")
 
-    def _into(self, fd: int, path: list[bytes]) -> int:
+    def _into(self, fd: int, parts: list[bytes], depth: int) -> int:
         try:
-            below = super()._into(fd, path)
+            below = super()._into(fd, parts, depth)
         except PermissionError:
-            self._open_up(os.stat(path[-1], dir_fd=fd).st_mode, path, fd)
-            below = super()._into(fd, path)
-        self._open_up(os.fstat(below).st_mode, path, fd)
+            self._open_up(os.stat(parts[depth], dir_fd=fd).st_mode, parts[: depth + 1], fd)
+            below = super()._into(fd, parts, depth)
+        mode = os.fstat(below).st_mode
+        if mode & 0o700 != 0o700:
+            self._open_up(mode, parts[: depth + 1], fd)
         return below
 
     def _open_up(self, mode: int, path: list[bytes], above: int) -> None:
@@ -327,7 +429,9 @@ class Replacing(_Unpack):
                 os.chmod(path[-1] if path else b".", mode & 0o7777 | 0o700, dir_fd=above)
             except OSError:
                 return  # another's: what is written there says so
-            self._settled.setdefault(tuple(path), (mode & 0o7777, None))
+            folder = self._remembered_folder(path)
+            if folder is not None and folder.settled is None:
+                folder.settled = (mode & 0o7777, None)
 
 
 class _LinkInTheWay(Exception):
@@ -345,6 +449,14 @@ def _stays_inside(parts: list[bytes], target: bytes) -> bool:
     steps = [step for step in target.split(b"/") if step not in (b"", b".")]
     up = next((n for n, step in enumerate(steps) if step != b".."), len(steps))
     return up < len(parts) and b".." not in steps[up:]
+
+
+def _common(one: list[bytes], other: list[bytes]) -> int:
+    """How many parts both begin with."""
+    shorter = min(len(one), len(other))
+    if one[:shorter] == other[:shorter]:  # down or up: what nearly every step is
+        return shorter
+    return next(n for n in range(shorter) if one[n] != other[n])
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_MOST_OPEN = 16
 
 
 class Entry:
@@ -38,6 +37,8 @@ class Entry:
 class Position:
     """Where one is in a tree: an open directory, and the way back up."""
 
+    MOST_OPEN = 16
+
     def __init__(self, top: int) -> None:
         self._open = [os.dup(top)]
         self._closed: list[tuple[int, int]] = []  # of the directories above the open ones
@@ -48,8 +49,12 @@ class Position:
 
     def enter(self, name: str) -> None:
         """Into a directory of this one. OSError: it is none (any more)."""
-        self._open.append(os.open(name, DIRECTORY, dir_fd=self.fd))
-        if len(self._open) > _MOST_OPEN:
+        self.push(os.open(name, DIRECTORY, dir_fd=self.fd))
+
+    def push(self, directory: int) -> None:
+        """Into an open directory of this one, which is closed when it is left."""
+        self._open.append(directory)
+        if len(self._open) > self.MOST_OPEN:
             above = self._open.pop(0)
             self._closed.append(_identity(above))
             os.close(above)

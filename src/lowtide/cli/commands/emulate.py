@@ -49,7 +49,7 @@ class _WithCommand(click.Command):
     default="none",
     show_default=True,
     metavar="N",
-    help="What a sandbox may reach that asks for nothing else: none, full, or allow=HOST,….",
+    help="What a sandbox may reach that asks for nothing else: none, internet, host, or allow=HOST,….",
 )
 @click.option(
     "--packages",

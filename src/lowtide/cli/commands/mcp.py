@@ -40,6 +40,13 @@ from lowtide.cli.parameters import creation_arguments, creation_options, positiv
     "--max-sandboxes", type=click.IntRange(1), default=8, show_default=True, help="For each connection."
 )
 @click.option(
+    "--allow-image",
+    "images",
+    multiple=True,
+    metavar="PATTERN",
+    help="Let clients choose images that match, although they have to be fetched ('python:*'; '*': any). Repeatable.",
+)
+@click.option(
     "--idle",
     type=positive_seconds,
     default="10m",
@@ -55,6 +62,7 @@ def command(
     max_timeout: float,
     max_output: int,
     max_sandboxes: int,
+    images: tuple[str, ...],
     idle: float,
     **creation: Any,
 ) -> int:
@@ -92,6 +100,7 @@ def command(
         timeout_seconds=timeout,
         max_timeout_seconds=max(timeout, max_timeout),
         output_bytes=max_output,
+        images=images,
     )
     if port is None:
         serve_stdio(defaults, bounds)

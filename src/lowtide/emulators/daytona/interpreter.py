@@ -29,6 +29,8 @@ _DEFAULT = "default"
 _TIMED_OUT = 4008
 _DEFAULT_TIMEOUT_SECONDS = 600
 _GRACE_SECONDS = 2.0
+_LONGEST_LINE = 4 << 20
+"""Of what the worker tells: it tells long texts in pieces (`worker.PIECE`)."""
 
 
 @cache
@@ -93,14 +95,22 @@ class Context:
             await self.aclose()
 
     async def _read(self, handle: ProcessHandle, lines: asyncio.Queue[dict[str, Any] | None]) -> None:
-        buffer = b""
+        buffer = bytearray()
         try:
             async for stream, data in handle.output():
                 if stream != STDOUT:
                     continue
-                *whole, buffer = (buffer + data).split(b"\n")
+                *whole, rest = data.split(b"\n")
+                if whole:
+                    whole[0] = bytes(buffer) + whole[0]
+                    buffer.clear()
+                buffer += rest
+                if max(len(buffer), *map(len, whole), 0) > _LONGEST_LINE:
+                    with contextlib.suppress(LowtideError):
+                        await handle.terminate(0.0)
+                    return  # the worker's own lines are short: code has written to its stream
                 for line in whole:
-                    with contextlib.suppress(ValueError):
+                    with contextlib.suppress(ValueError, RecursionError):
                         said = json.loads(line)
                         if isinstance(said, dict):
                             await lines.put(said)

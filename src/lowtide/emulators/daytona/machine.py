@@ -38,6 +38,9 @@ def known_user(name: str) -> bool:
     return name in HOMES
 
 
+_MOST_PRINTED = 64 << 20
+
+
 class Machine:
     """The inside of one emulated sandbox, as its own user."""
 
@@ -132,8 +135,12 @@ class Machine:
         data: bytes | None = None,
         *,
         environment: Mapping[str, str] | None = None,
+        most_bytes: int = _MOST_PRINTED,
     ) -> tuple[int, bytes, bytes]:
-        """A short command of the emulator's own, with `data` on its standard input: code, stdout, stderr."""
+        """A short command of the emulator's own, with `data` on its standard input: code, stdout, stderr.
+
+        One that prints more than `most_bytes` is ended there, with the code -1: the sandbox may have changed it.
+        """
         handle = await self.ground.backing.start(
             sandbox.backing,
             argv,
@@ -147,6 +154,9 @@ class Machine:
         try:
             async for stream, piece in handle.output():
                 streams[stream] += piece
+                if len(streams[stream]) > most_bytes:
+                    await _end(handle)
+                    return -1, b"", b"it prints too much"
             return await handle.wait(), bytes(streams[1]), bytes(streams[2])
         except asyncio.CancelledError:  # the caller has left: nobody wants what it would still find
             await asyncio.shield(asyncio.ensure_future(_end(handle)))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lowtide.emulators.ground import Ground
 
 _HEADER, _QUERY = "X-Daytona-Preview-Token", "DAYTONA_SANDBOX_AUTH_KEY"
+_COOKIE = "lowtide-preview-"
 _OWN_HEADERS = frozenset({"x-daytona-preview-token", "x-daytona-skip-preview-warning"})
 
 
@@ -108,6 +109,12 @@ class Previews:
         if sandbox.state is not SandboxState.STARTED:
             return proxy_error(request, 400, f"bad request: sandbox is {sandbox.state}")
         headers = {"Host": f"localhost:{preview.port}"}
+        dropped = _OWN_HEADERS
+        if "Cookie" in request.headers:
+            # A browser sends the cookies of every preview along: no sandbox may see another one's.
+            dropped |= {"cookie"}
+            if cookies := _without_ours(request.headers.getall("Cookie")):
+                headers["Cookie"] = cookies
         token, path = _asked(request)
         # So that what a page loads from there, without the query, is let in too.
         cookie = f"{_cookie(preview)}={token}; Path=/; HttpOnly; SameSite=Lax"
@@ -115,7 +122,7 @@ class Previews:
         try:
             inner = await self.ground.backing.url(sandbox.backing, preview.port)
             return await self._proxy.forward(
-                request, inner.url, path=path, headers=headers, drop=_OWN_HEADERS, added=added
+                request, inner.url, path=path, headers=headers, drop=dropped, added=added, own_cookies=_COOKIE
             )
         except PortClosed:
             return proxy_error(request, 502, f"bad gateway: nothing listens on port {preview.port}")
@@ -127,10 +134,10 @@ class Previews:
         for given in (request.headers.get(_HEADER, ""), asked):
             if _same(given, preview.sandbox.preview_token):
                 return True
-        for given in (asked, request.cookies.get(_cookie(preview), "")):
-            if preview.signed.get(given, 0.0) > self.ground.clock.now():
-                return True
-        return False
+        if preview.signed.get(asked, 0.0) > self.ground.clock.now():
+            return True
+        cookie = request.cookies.get(_cookie(preview), "")
+        return preview.signed.get(cookie, 0.0) > self.ground.clock.now() and _from_itself(request)
 
 
 def _asked(request: web.Request) -> tuple[str, str | None]:
@@ -145,7 +152,26 @@ def _asked(request: web.Request) -> tuple[str, str | None]:
 
 def _cookie(preview: _Preview) -> str:
     """A name of its own for each port: cookies do not tell ports apart."""
-    return f"lowtide-preview-{preview.address[1]}"
+    return f"{_COOKIE}{preview.address[1]}"
+
+
+def _from_itself(request: web.Request) -> bool:
+    """Whether the preview's own page, or the person at the browser, makes it send this request.
+
+    Cookies and "same site" ignore the port, so the page of any other sandbox has the browser send the cookie along.
+    """
+    here = f"http://{request.host}"  # by the name that it is asked by; every preview has a port of its own
+    if request.headers.get("Origin", here) != here:
+        return False
+    if request.headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin"):
+        return True
+    # A link to it on another page.
+    return request.method == "GET" and request.headers.get("Sec-Fetch-Dest") == "document"
+
+
+def _without_ours(cookies: list[str]) -> str:
+    every = [one.strip() for line in cookies for one in line.split(";")]
+    return "; ".join(one for one in every if not one.startswith(_COOKIE))
 
 
 def _same(given: str, wanted: str) -> bool:

@@ -139,10 +139,11 @@ class Sessions:
         at = 0
         try:
             while not socket.closed:
+                at = max(at, command.log.first_piece)  # of a slow reader's, some may be kept no more
                 while (piece := command.log.piece(at)) is not None:
                     stream, data = piece
                     await socket.send_bytes(_PREFIX[stream] + data)
-                    at += 1
+                    at = max(at + 1, command.log.first_piece)
                 if command.ended.is_set() and command.log.piece(at) is None:
                     await socket.close(code=WSCloseCode.OK)
                     return socket

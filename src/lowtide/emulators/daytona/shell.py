@@ -7,16 +7,17 @@ prints until a mark that nobody else knows, on both streams; the mark carries th
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import secrets
 import shlex
-import tempfile
 import uuid
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from lowtide.emulators.daytona.answers import Refused
 from lowtide.emulators.finish import finished
+from lowtide.emulators.kept_output import KeptOutput
 from lowtide.errors import LowtideError
 from lowtide.providers.base import STDERR, STDOUT, ProcessHandle
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from lowtide.emulators.daytona.machine import Machine
     from lowtide.emulators.daytona.sandbox import Sandbox
 
-_IN_MEMORY = 1 << 20
+_MOST_PIECES, _LONGEST_PIECE = 65_536, 1 << 20
 _LONGEST_LINE = 64 << 10
 """Bash reads its standard input byte by byte, a second for each megabyte; what is longer goes through a file."""
 _LONGEST_CODE = 32
@@ -40,19 +41,23 @@ _RUN = (
 
 
 class Log:
-    """What a command printed, in order. Long ones go to disk."""
+    """What a command printed, in order: the last of it, where it is long (`KeptOutput`)."""
 
     def __init__(self) -> None:
-        self._file = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY)  # noqa: SIM115 - lives as long as its command
-        self._pieces: list[tuple[int, int, int]] = []
-        self._size = 0
+        self._kept = KeptOutput()
+        self._pieces: collections.deque[tuple[int, int, int]] = collections.deque()
+        self.first_piece = 0
+        """Those before it are not kept any more."""
         self.news = asyncio.Event()
 
     def add(self, stream: int, data: bytes) -> None:
-        self._file.seek(self._size)
-        self._file.write(data)
-        self._pieces.append((stream, self._size, len(data)))
-        self._size += len(data)
+        for at in range(0, len(data), _LONGEST_PIECE):
+            piece = data[at : at + _LONGEST_PIECE]
+            self._pieces.append((stream, self._kept.size, len(piece)))
+            self._kept.add(piece)
+        while self._pieces[0][1] < self._kept.first or len(self._pieces) > _MOST_PIECES:
+            self._pieces.popleft()
+            self.first_piece += 1
         self.wake()
 
     def wake(self) -> None:
@@ -60,21 +65,21 @@ class Log:
         self.news = asyncio.Event()
 
     def piece(self, number: int) -> tuple[int, bytes] | None:
-        if number >= len(self._pieces):
+        if not 0 <= number - self.first_piece < len(self._pieces):
             return None
-        stream, start, length = self._pieces[number]
-        self._file.seek(start)
-        return stream, self._file.read(length)
+        stream, start, length = self._pieces[number - self.first_piece]
+        return stream, self._kept.read(start, length)
 
     def texts(self) -> dict[str, str]:
-        self._file.seek(0)
-        whole = self._file.read(self._size)
+        first = self._pieces[0][1] if self._pieces else 0
+        whole = self._kept.read(first, self._kept.size - first)
         streams = {STDOUT: bytearray(), STDERR: bytearray()}
         for stream, start, length in self._pieces:
-            streams[stream] += whole[start : start + length]
+            streams[stream] += whole[start - first : start - first + length]
+        dropped = f"[lowtide: the first {first} bytes are not kept]\n" if first else ""
         return {
-            "output": whole.decode("utf-8", "replace"),
-            "stdout": streams[STDOUT].decode("utf-8", "replace"),
+            "output": dropped + whole.decode("utf-8", "replace"),
+            "stdout": dropped + streams[STDOUT].decode("utf-8", "replace"),
             "stderr": streams[STDERR].decode("utf-8", "replace"),
         }
 

@@ -1,7 +1,8 @@
 """Volumes: files that outlive sandboxes.
 
 A local sandbox has no shared mounts, so a volume is copied in when a sandbox starts and copied back when
-it stops, or when another sandbox that mounts it starts: what one wrote, the next one sees.
+it stops, or when another sandbox that mounts it starts: what one wrote, the next one sees. A tree that has grown over
+256 MiB is not copied back: the volume keeps what it held.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ class Volumes:
                 sandbox.backing,
                 ("/bin/sh", "-c", 'mkdir -p -m 777 "$1"; chmod 777 "$1"', "sh", mount["mountPath"]),
             )
+            # Below the user's own home the sandbox's root, which has no capabilities, cannot make it.
+            await sandboxes.machine.run(sandbox, ("/bin/mkdir", "-p", mount["mountPath"]))
             if tree:
                 await sandboxes.machine.run(
                     sandbox, ("/bin/sh", "-c", _UNPACK, "sh", mount["mountPath"]), tree
@@ -99,9 +102,11 @@ class Volumes:
         for mount in sandbox.volumes:
             if mount["volumeId"] == volume.volume_id:
                 code, tree, _ = await sandboxes.machine.run(
-                    sandbox, ("/bin/sh", "-c", _PACK, "sh", mount["mountPath"])
+                    sandbox,
+                    ("/bin/sh", "-c", _PACK, "sh", mount["mountPath"]),
+                    most_bytes=_LARGEST_BYTES,
                 )
-                if code == 0 and len(tree) <= _LARGEST_BYTES:
+                if code == 0:
                     volume.trees[mount.get("subpath") or ""] = tree
 
     # ------------------------------------------------------------ the calls

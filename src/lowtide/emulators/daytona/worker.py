@@ -18,6 +18,7 @@ import traceback
 from typing import Any
 
 PIPE_BYTES = 1 << 20  # the most that a pipe holds, unless its user is root
+PIECE = 1 << 16  # characters of a text in one line: whoever reads the lines bounds them
 told = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="backslashreplace", buffering=1)
 os.set_inheritable(told.fileno(), False)
 telling = threading.Lock()
@@ -41,8 +42,8 @@ class Printed(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        if text:
-            tell(type=self.stream, text=text)
+        for at in range(0, len(text), PIECE):
+            tell(type=self.stream, text=text[at : at + PIECE])
         return len(text)
 
     def fileno(self) -> int:
@@ -74,8 +75,9 @@ class Caught:
                 data = os.read(self.read, PIPE_BYTES)
             except BlockingIOError:
                 return True
-            if text := self.decoder.decode(data, final=not data):
-                tell(type=self.stream, text=text)
+            text = self.decoder.decode(data, final=not data)
+            for at in range(0, len(text), PIECE):
+                tell(type=self.stream, text=text[at : at + PIECE])
             return bool(data)
 
 
@@ -89,7 +91,8 @@ def run(code: str, space: dict[str, Any], number: int) -> None:
             return
         frames = traceback.TracebackException.from_exception(error)
         frames.stack = traceback.StackSummary.from_list([f for f in frames.stack if f.filename != "<string>"])
-        tell(type="error", name=type(error).__name__, value=str(error), traceback="".join(frames.format()))
+        name, value, trace = type(error).__name__, str(error), "".join(frames.format())
+        tell(type="error", name=name[:PIECE], value=value[:PIECE], traceback=trace[-PIECE:])
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _PREFIX = "x-metadata-"
+_LONGEST_NAME, _LONGEST_VALUE = 246, 4096  # a file's extended attributes hold no more
 _STATUS = {
     "ENOENT": 404,
     "is-a-directory": 400,
@@ -33,6 +34,8 @@ _STATUS = {
     "invalid": 400,
     "ENOTDIR": 400,
     "ENAMETOOLONG": 400,
+    "ERANGE": 400,
+    "E2BIG": 400,
     "ENOSPC": 507,
     "EDQUOT": 507,
 }
@@ -169,6 +172,8 @@ class Files:
             for name, value in request.headers.items()
             if name.lower().startswith(_PREFIX) and len(name) > len(_PREFIX)
         }
+        if any(len(name) > _LONGEST_NAME or len(value) > _LONGEST_VALUE for name, value in metadata.items()):
+            return _error(400, f"metadata has names of {_LONGEST_NAME} characters at most, and short values")
         path = request.query.get("path")
         kind = request.content_type
         written: list[dict[str, Any]] = []

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal as signal_numbers
-import tempfile
 from typing import Any
 
+from lowtide.emulators.kept_output import KeptOutput
 from lowtide.emulators.runloop.model import Refused, new_id
 from lowtide.errors import LowtideError
 from lowtide.providers.base import STDERR, STDOUT, ProcessHandle
 
-_IN_MEMORY = 1 << 20
 _LINES = 100
 _PIECE = 64 << 10
 _MOST_SHOWN = 8 << 20  # of one stream in one answer: lines may be long
@@ -20,18 +19,19 @@ STREAMS = {"stdout": STDOUT, "stderr": STDERR}
 
 
 class Printed:
-    """Everything one stream carried, in bytes. What is long goes to disk."""
+    """What one stream carried, in bytes: the last of it, where it is long (`KeptOutput`)."""
 
     def __init__(self) -> None:
-        self._file = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY)  # noqa: SIM115 - lives as long as its execution
-        self.size = 0
+        self._kept = KeptOutput()
         self.over = False
         self.news = asyncio.Event()
 
+    @property
+    def size(self) -> int:
+        return self._kept.size
+
     def add(self, data: bytes) -> None:
-        self._file.seek(self.size)
-        self._file.write(data)
-        self.size += len(data)
+        self._kept.add(data)
         self._wake()
 
     def end(self) -> None:
@@ -43,11 +43,11 @@ class Printed:
         self.news = asyncio.Event()
 
     def read(self, at: int, length: int) -> bytes:
-        self._file.seek(at)
-        return self._file.read(length)
+        return self._kept.read(at, length)
 
     def text_from(self, at: int) -> tuple[str, int]:
         """A piece of text from an offset, and where the next begins: a character is never cut in two."""
+        at = max(at, self._kept.first)
         data = self.read(at, _PIECE)
         if not self.over or at + len(data) < self.size:
             data = data[: len(data) - _unfinished(data)]
@@ -56,8 +56,8 @@ class Printed:
     def tail(self, lines: int) -> tuple[str, bool]:
         """The last lines, and whether something stands before them."""
         at, pieces, ends = self.size, [], 0
-        while at > 0 and ends <= lines and self.size - at < _MOST_SHOWN:
-            start = max(0, at - _PIECE)
+        while at > self._kept.first and ends <= lines and self.size - at < _MOST_SHOWN:
+            start = max(self._kept.first, at - _PIECE)
             pieces.append(self.read(start, at - start))
             ends += pieces[-1].count(b"\n")
             at = start

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import fnmatch
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lowtide.errors import LowtideError, SandboxGone, ValidationError
+from lowtide.operation import Operation
+from lowtide.providers import registry
+from lowtide.providers.optional import HoldsImages
 from lowtide.sandbox import Sandbox
 from lowtide.session import Session
 
@@ -33,6 +37,8 @@ class Bounds:
     """Of each stream, before the command is ended."""
     ports: int = 32
     """With an address, of each sandbox: each address is a descriptor of the server's, which all clients share."""
+    images: tuple[str, ...] = ()
+    """Patterns (as in file names) of images that a client may choose although they have to be fetched."""
     calls: int = 16
     """At work at once, for each connection: each may hold `collected_bytes` twice. More of them wait."""
 
@@ -74,7 +80,31 @@ class Connection:
         return implicit.sandbox_id, implicit
 
     async def create(self, options: Mapping[str, Any]) -> tuple[str, Sandbox]:
+        """One more. Raises ValidationError for an image that a client may not choose."""
+        await self._check_image(options.get("container_image"))
         return await self._create(options)
+
+    async def _check_image(self, image: str | None) -> None:
+        """A name such as ``127.0.0.1:8080/x`` makes whoever fetches it send requests there, from this machine's network.
+
+        So a client may choose what the operator did (--image, --allow-image) and what need not be fetched.
+        """
+        allowed = self.bounds.images
+        if image is None or image == self.defaults.get("container_image"):
+            return
+        if any(fnmatch.fnmatchcase(image, pattern) for pattern in allowed):
+            return
+        provider = self.defaults.get("provider")
+        if provider is None or isinstance(provider, str):
+            provider = registry.provider(provider)
+        if isinstance(provider, HoldsImages) and await Operation.start(provider.has_image(image)):
+            return
+        raise ValidationError(
+            f"the image {image!r} would have to be fetched, and this server does not let its clients do that. Whoever "
+            f"starts the server can allow it: `lowtide mcp --allow-image PATTERN`",
+            argument="image",
+            provider=provider.name,
+        )
 
     async def end(self, named: str | None) -> tuple[str, Any]:
         """End one of them; without a name the implicit one, which is made anew when it is needed again."""

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import resource
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
@@ -18,6 +19,7 @@ from typing import Any
 
 import uvicorn
 from mcp.server.mcpserver import Context, MCPServer
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lowtide.errors import SessionClosedError, ValidationError
 from lowtide.integrations.mcp.connection import Bounds, Connection
@@ -40,6 +42,12 @@ RECONNECT_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
 _REST_SECONDS, _REST_BYTES = 1.0, 1 << 20
 """How much of what a refused client still sends is taken."""
+_STRANGERS = 100
+"""Connections without the token, at once: the oldest one makes way for a new one."""
+_HEAD_SECONDS = 10.0
+"""For a connection's first request with the token."""
+_ACCEPTED_AT_ONCE = 32
+"""Connections that the loop takes before it looks after those it has."""
 _SESSIONS = 256
 """At once: each may have --max-sandboxes."""
 
@@ -58,6 +66,51 @@ class _Client:
         return self.open_requests == 0 and time.monotonic() - self.quiet_since >= patience
 
 
+class Strangers:
+    """Connections on which no request with the token has come yet: bounded in number and in time.
+
+    Each is a descriptor of the server's. Without the bounds, silent connections would leave none for the clients' own
+    sandboxes.
+    """
+
+    def __init__(self) -> None:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = min(_STRANGERS, limit // 4) if limit > 0 else _STRANGERS
+        self._connections: dict[Any, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}
+
+    def protocol(self) -> type[H11Protocol]:
+        """The HTTP protocol whose connections are strangers until `trust`."""
+        strangers = self
+
+        class Bounded(H11Protocol):
+            def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+                super().connection_made(transport)
+                strangers.add(self.client, transport)
+
+            def connection_lost(self, exc: Exception | None) -> None:
+                strangers.trust(self.client)
+                super().connection_lost(exc)
+
+        return Bounded
+
+    def add(self, peer: Any, transport: asyncio.Transport) -> None:
+        if len(self._connections) >= self._most:
+            self._end(next(iter(self._connections)))
+        timer = asyncio.get_running_loop().call_later(_HEAD_SECONDS, self._end, peer)
+        self._connections[peer] = (transport, timer)
+
+    def trust(self, peer: Any) -> None:
+        """A request with the token came from there, or the connection has ended."""
+        known = self._connections.pop(peer, None)
+        if known is not None:
+            known[1].cancel()
+
+    def _end(self, peer: Any) -> None:
+        transport, timer = self._connections.pop(peer)
+        timer.cancel()
+        transport.abort()
+
+
 class Clients:
     """Every client of one server, by its session id; an ASGI application around the server's own."""
 
@@ -66,6 +119,7 @@ class Clients:
     ) -> None:
         self._defaults, self._bounds, self._idle_seconds = defaults, bounds, idle_seconds
         self._token = token.encode()
+        self.strangers = Strangers()
         self._clients: dict[str, _Client] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._server = make_server(self._connection_of, self._life)
@@ -83,6 +137,7 @@ class Clients:
             await _take_rest(receive)
             await _refuse(send)
             return
+        self.strangers.trust(scope.get("client"))
         name = headers.get(SESSION_HEADER, b"").decode("latin-1")
         if scope.get("path") != "/mcp" or (not name and VERSION_HEADER not in headers):
             await self._app(scope, receive, self._opening(send))
@@ -217,7 +272,15 @@ def serve_http(
             raise ValidationError(why, argument="--http") from error
         listening.listen()
         ready(f"http://127.0.0.1:{listening.getsockname()[1]}/mcp")
-        config = uvicorn.Config(clients, log_level="warning", timeout_graceful_shutdown=2, access_log=False)
+        config = uvicorn.Config(
+            clients,
+            http=clients.strangers.protocol(),
+            ws="none",
+            backlog=_ACCEPTED_AT_ONCE,
+            log_level="warning",
+            timeout_graceful_shutdown=2,
+            access_log=False,
+        )
         uvicorn.Server(config).run(sockets=[listening])
 
 

@@ -126,7 +126,7 @@ def add_tools(server: MCPServer[Any], connection_of: Callable[[Context[Any, Any]
     async def sandbox_create(
         ctx: Context[Any, Any],
         image: Annotated[
-            str | None, Field(description="What it runs on; left out: the server's default.")
+            str | None, Field(description="An image that the server has or allows; left out: its default.")
         ] = None,
         env: Annotated[
             dict[str, str] | None, Field(description="Environment variables of all its commands.")

@@ -154,7 +154,7 @@ def _network(spec: SandboxSpec) -> dict[str, Any] | None:
         return None
     if spec.network.mode is NetworkMode.NONE:
         return {"deny_egress": True, "deny_ingress": True}
-    if spec.network.mode is NetworkMode.FULL:
+    if spec.network.mode is NetworkMode.INTERNET:
         return {"egress": [{"any": True}]}
     return {"egress": [_rule(entry) for entry in Policy.of(spec.network.allow).entries]}
 

@@ -23,8 +23,8 @@ async def destroy(connections: Connections, sandbox_id: str, grace_seconds: floa
         asked = pb.DeleteSandboxRequest(sandbox_id=sandbox_id, grace_period_seconds=grace, allow_missing=True)
         # The SDK has no deadline here, and waits for a sandbox that is stuck for ever.
         answer = await connections.call("DeleteSandbox", asked, grace + 15.0, sandbox_id)
-        if not answer.HasField("sandbox"):
-            return End.MISSING
+        if not answer.HasField("sandbox"):  # as for one that is not there, or for an answer that says nothing
+            return End.MISSING if await look() is End.GONE else End.ACCEPTED
         if answer.sandbox.sandbox_id != sandbox_id:
             return End.ACCEPTED  # what is looked at next is this one
         state = lookup.info(answer.sandbox).state

@@ -7,12 +7,12 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from lowtide.errors import SandboxNotFoundError, SandboxUnavailableError
+from lowtide.errors import SandboxNotFoundError
 from lowtide.providers.base import SandboxInfo, SandboxSpec, SandboxState
 from lowtide.providers.coreweave.access import messages
-from lowtide.providers.coreweave.create import labels_of, lease_tags
+from lowtide.providers.coreweave.create import labels_of
 from lowtide.providers.coreweave.errors import SERVICE
-from lowtide.providers.hosted import is_word
+from lowtide.providers.hosted import is_id, is_of_lease, is_word
 from lowtide.providers.hosted.grpc_calls import Connections
 from lowtide.providers.inside.program import EXPIRED
 
@@ -54,9 +54,9 @@ def info(box: Any) -> SandboxInfo:
 
 
 def of_lease(box: Any, spec: SandboxSpec) -> SandboxInfo | None:
-    """What a create call answered with; None for another's sandbox, which would be ended with this lease, or for none."""
-    ours = is_word(box.sandbox_id) and set(lease_tags(spec)) <= set(box.spec.tags)
-    return info(box) if ours else None
+    """What a replayed create answered with; None for another's sandbox, which would be ended with this lease, or for none."""
+    found = info(box)
+    return found if is_id(found.sandbox_id) and is_of_lease(found.labels, spec.labels) else None
 
 
 async def message(connections: Connections, sandbox_id: str) -> Any:
@@ -65,9 +65,7 @@ async def message(connections: Connections, sandbox_id: str) -> Any:
         raise SERVICE.missing(sandbox_id)
     asked = messages().GetSandboxRequest(sandbox_id=sandbox_id)
     box = await connections.call("GetSandbox", asked, SECONDS, sandbox_id)
-    if box.sandbox_id != sandbox_id:
-        words = f"CoreWeave answered with another sandbox than {sandbox_id}"
-        raise SERVICE.error(SandboxUnavailableError, words, sandbox_id)
+    SERVICE.check_about(sandbox_id, box.sandbox_id)
     return box
 
 

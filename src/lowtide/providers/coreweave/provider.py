@@ -45,7 +45,7 @@ class CoreWeaveProvider(hosted.Hosted):
         Capability.CPU_LIMIT,
         Capability.MEMORY_LIMIT,
         Capability.NETWORK_NONE,
-        Capability.NETWORK_FULL,
+        Capability.NETWORK_INTERNET,
         Capability.NETWORK_ALLOW,
         Capability.NETWORK_PORTS,  # of a name: 443 only
         Capability.GVISOR,
@@ -96,16 +96,13 @@ class CoreWeaveProvider(hosted.Hosted):
         with nothing_sent():
             request = create.request(spec, self._access)
             connections = await self.connections()
+        tokens: dict[str, str] = {}
 
         async def make(seconds: float) -> SandboxInfo:
             box = await connections.call("CreateSandbox", request, seconds)
-            made = lookup.of_lease(box, spec)
-            if made is None:  # then what was made is looked for
-                words = "CoreWeave answered with a sandbox that is not this lease's"
-                raise SERVICE.error(SandboxUnavailableError, words)
             if box.endpoint_share_token:
-                self._share_tokens[made.sandbox_id] = box.endpoint_share_token
-            return made
+                tokens[box.sandbox_id] = box.endpoint_share_token
+            return lookup.info(box)
 
         async def find() -> SandboxInfo | None:
             # The share token comes with the answer to a create alone: there the same request is sent again.
@@ -114,11 +111,14 @@ class CoreWeaveProvider(hosted.Hosted):
         made = await hosted.recovered(
             make,
             find,
+            self.get,
             service=SERVICE,
-            lease_id=spec.lease_id,
+            labels=spec.labels,
             seconds=_CREATE_SECONDS,
             replay=True,
         )
+        if made.sandbox_id in tokens:
+            self._share_tokens[made.sandbox_id] = tokens[made.sandbox_id]
         self._made.add(made.sandbox_id)
         if spec.command is None:
             self._alone.add(made.sandbox_id)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.providers import hosted
 
 if TYPE_CHECKING:
-    from aiohttp import ClientSession
+    from aiohttp import ClientSession, TraceConfig
     from daytona import AsyncDaytona
 
 PROVIDER = "daytona"
@@ -93,7 +93,7 @@ class Connection:
             self._making = loop.create_task(self._make(loop))
         try:
             self._sdk = await asyncio.shield(self._making)
-            _spare_lookups(self._sdk)
+            _prepare_session(self._sdk)
         finally:
             if self._making is not None and self._making.done():
                 self._making = None
@@ -156,16 +156,34 @@ def _made(access: Access) -> AsyncDaytona:
         return AsyncDaytona(DaytonaConfig(**said))
 
 
-def _spare_lookups(sdk: AsyncDaytona) -> None:
-    """aiohttp looks for a proxy and for a netrc before every request, in a thread each. Where there is
-    neither, it need not."""
+def _prepare_session(sdk: AsyncDaytona) -> None:
+    """Set up the SDK's HTTP session: it follows no redirects, and looks for no proxy or netrc where there is none.
+
+    aiohttp looks for both before every request, in a thread each.
+    """
     shared: Any = getattr(sdk, "_shared_session", None)
     client = getattr(getattr(sdk, "_api_client", None), "rest_client", None)
-    if _ways_around() or client is None or not hasattr(shared, "_ensure_session"):
+    if client is None or not hasattr(shared, "_ensure_session"):
         return
     shared._ensure_session(client)  # else it is made with the first request
-    if getattr(shared.session, "_trust_env", None) is True:
+    if isinstance(getattr(shared.session, "_trace_configs", None), list):
+        shared.session._trace_configs.append(_no_redirects())
+    if not _ways_around() and getattr(shared.session, "_trust_env", None) is True:
         shared.session._trust_env = False
+
+
+def _no_redirects() -> TraceConfig:
+    """Daytona does not redirect. Whoever does would be sent a create with everything in it, the key too."""
+    from aiohttp import TraceConfig
+
+    async def refuse(session: Any, context: Any, redirect: Any) -> None:
+        redirect.response.close()
+        raise ConnectionError("a redirect came in place of an answer, and was not followed")
+
+    trace = TraceConfig()
+    trace.on_request_redirect.append(refuse)
+    trace.freeze()
+    return trace
 
 
 def _ways_around() -> bool:

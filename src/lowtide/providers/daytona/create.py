@@ -85,7 +85,7 @@ def minutes(seconds: float) -> int:
 
 
 def _network(spec: SandboxSpec) -> dict[str, Any]:
-    if spec.network is None or spec.network.mode is NetworkMode.FULL:
+    if spec.network is None or spec.network.mode is NetworkMode.INTERNET:
         return {}
     if spec.network.mode is NetworkMode.NONE:
         return {"network_block_all": True}

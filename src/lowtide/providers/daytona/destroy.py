@@ -77,7 +77,7 @@ async def _said(asking: Any, what: str, sandbox_id: str, told: Mapping[int, End]
     async def answer() -> End:
         response = await asking
         body = await response.read()
-        if response.status in (404, 410) and not hosted.is_own(body, "sandbox"):
+        if response.status in (404, 410) and not hosted.is_own(body, "sandbox", sandbox_id):
             raise SERVICE.elsewhere(sandbox_id)
         if response.status in told:
             return told[response.status]
@@ -87,6 +87,10 @@ async def _said(asking: Any, what: str, sandbox_id: str, told: Mapping[int, End]
             said = {}
         if response.status >= 400:
             raise Refusal(response.status, str(said.get("message") or response.reason), response.headers)
+        if response.status >= 300:
+            raise SERVICE.elsewhere(sandbox_id)
+        if what == "get" or "id" in said:
+            SERVICE.check_about(sandbox_id, said.get("id"))
         return {"destroyed": End.GONE, "destroying": End.ENDING}.get(str(said.get("state")), otherwise)
 
     return await SERVICE.call(CALL_SECONDS + 1.0, answer(), what, sandbox_id)

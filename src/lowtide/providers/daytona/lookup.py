@@ -71,6 +71,10 @@ async def detail(connection: Connection, sandbox_id: str) -> Any:
         found = await SERVICE.call(CALL_SECONDS, api.get_sandbox(sandbox_id), "get", sandbox_id)
     except (errors.SandboxNotFoundError, errors.SandboxGone) as error:
         raise SERVICE.missing(sandbox_id) from error
+    # By id, or by name: Daytona takes both.
+    SERVICE.check_about(sandbox_id, found.id if found.name != sandbox_id else sandbox_id)
+    if not hosted.is_id(found.id):
+        raise SERVICE.elsewhere(sandbox_id)
     if _word(found) == "destroyed":
         raise SERVICE.missing(sandbox_id)
     return found

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, ClassVar
 from lowtide import errors
 from lowtide.providers import hosted
 from lowtide.providers.base import (
-    LABEL_PREFIX,
     Capability,
     Recovery,
     SandboxInfo,
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from daytona import AsyncDaytona, AsyncSandbox
 
 CREATE_SECONDS = 60.0
-_LEASE = LABEL_PREFIX + "lease"
 _PREVIEW_HEADERS = {"X-Daytona-Skip-Preview-Warning": "true"}
 
 
@@ -49,7 +47,7 @@ class DaytonaProvider(BulkFiles, hosted.Hosted):
         Capability.MEMORY_LIMIT,
         Capability.DISK_LIMIT,
         Capability.NETWORK_NONE,
-        Capability.NETWORK_FULL,
+        Capability.NETWORK_INTERNET,
         Capability.NETWORK_ALLOW,
         Capability.SNAPSHOT,
         Capability.PAUSE,
@@ -59,9 +57,7 @@ class DaytonaProvider(BulkFiles, hosted.Hosted):
     }
     traits: ClassVar[Traits] = Traits(
         recovery=Recovery.BY_NAME,
-        # The name is taken before anything else is done for a sandbox, so what was asked for shows soon;
-        # what comes later than this ends by its own lifetime, and a sweep finds it by its labels.
-        create_window_seconds=15.0,
+        create_window_seconds=60.0,  # the request is given up after that long
     )
     options_type: ClassVar[type | None] = DaytonaOptions
     access_type = Access
@@ -97,29 +93,36 @@ class DaytonaProvider(BulkFiles, hosted.Hosted):
             sdk = await self._sdk()
             asked = create.parameters(spec, self._access.snapshot)
 
+        answers: dict[str, AsyncSandbox] = {}
+
         async def make(seconds: float) -> SandboxInfo:
             # timeout=0: the SDK's own would be an alarm or a cancelled task; the bound is ours.
             made = await SERVICE.call(seconds, sdk.create(asked, timeout=0), "create")
-            info = self._made[made.id] = lookup.info_of(made)
-            self._known[made.id] = made
-            self._ways[made.id] = channel.Way(spec.working_dir, fresh=True)
+            info = lookup.info_of(made)
+            answers[info.sandbox_id] = made
             return info
 
-        return await hosted.recovered(
+        info = await hosted.recovered(
             make,
             lambda: self.find(spec),
+            self.get,
             service=SERVICE,
-            lease_id=spec.lease_id,
+            labels=spec.labels,
             seconds=CREATE_SECONDS,
             lost=lambda error: hosted.was_lost(error) or hasattr(error.__cause__, "sandbox_id"),
         )
+        box = answers.get(info.sandbox_id)
+        if box is not None:
+            self._made[info.sandbox_id], self._known[info.sandbox_id] = info, box
+            self._ways[info.sandbox_id] = channel.Way(spec.working_dir, fresh=True)
+        return info
 
     async def find(self, spec: SandboxSpec) -> SandboxInfo | None:
         try:
             found = await self.get(spec.lease_id)
         except errors.SandboxNotFoundError:
             return None
-        return found if found.labels.get(_LEASE) == spec.lease_id else None
+        return found if hosted.is_of_lease(found.labels, spec.labels) else None
 
     async def get(self, sandbox_id: str) -> SandboxInfo:
         """By id, or by name: Daytona takes both."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import LowtideError, ResourceExhaustedError, SandboxUnavailableError
 from lowtide.providers.base import Labels
 from lowtide.providers.docker import container, ended
-from lowtide.providers.docker.client import Frames, checked_id
+from lowtide.providers.docker.client import Frames
 from lowtide.providers.docker.errors import SERVICE, mapped
 from lowtide.providers.inside.program import KEY, READER
 
@@ -54,9 +56,9 @@ async def open_channel(provider: DockerProvider, sandbox_id: str, first: bytes) 
     channel: ExecChannel | None = None
     try:
         with mapped(sandbox_id):
-            box = client.container(checked_id(sandbox_id))
-            made = await box.exec([container.PROGRAM, "attach"], stdin=True, user=READER)
-            channel = ExecChannel(*await client.attach(made.id), sandbox_id)
+            box = await provider.container_id(sandbox_id)
+            made = await client.exec(box, (container.PROGRAM, "attach"), READER)
+            channel = ExecChannel(*await client.attach(made), sandbox_id)
             await channel.send(first)
     except BaseException as error:
         if channel is not None:
@@ -69,12 +71,16 @@ async def open_channel(provider: DockerProvider, sandbox_id: str, first: bytes) 
 
 async def key_of(provider: DockerProvider, sandbox_id: str) -> bytes:
     """The sandbox's key, as the engine knows it from the create call. Nothing inside can read it there."""
-    facts = await provider.inspect(sandbox_id)
+    return key_in(await provider.inspect(sandbox_id), sandbox_id)
+
+
+def key_in(facts: Mapping[str, Any], sandbox_id: str) -> bytes:
     config = facts.get("Config", {})
     if Labels.from_dict(container.own_labels(config.get("Labels"))) is not None:
         for line in config.get("Env") or ():
             name, _, value = line.partition("=")
             if name == KEY:
-                return bytes.fromhex(value)
+                with suppress(ValueError):
+                    return bytes.fromhex(value)
     words = "this container has no key: it was made by another version of lowtide"
     raise SERVICE.error(SandboxUnavailableError, words, sandbox_id, retryable=False)

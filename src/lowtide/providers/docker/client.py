@@ -7,9 +7,12 @@ all is sent; so those two go over its session or a connection of our own.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import re
+import stat
 import struct
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +27,10 @@ if TYPE_CHECKING:
 
 _API_VERSION = (1, 41)  # Docker 20.10 and later, Podman 4 and later; Docker 29 takes none before 1.44
 HIGH_WATER = 1 << 20
+_LINKS = 10  # from one path to the next, before it counts as none
+# As Go writes a file's mode: the type stands in its upper bits.
+_GO_LINK, _GO_TYPE = 1 << 27, 1 << 31 | 1 << 27 | 1 << 26 | 1 << 25 | 1 << 24 | 1 << 21 | 1 << 19
+_GO_KINDS = {1 << 31: stat.S_IFDIR, 1 << 25: stat.S_IFIFO, 1 << 24: stat.S_IFSOCK, 1 << 26: stat.S_IFBLK}
 _PIECE_BYTES = 64 << 10
 _HEAD = struct.Struct(">BxxxL")
 """Before each piece of a process's output: which stream, how long."""
@@ -51,6 +58,7 @@ class EngineClient:
             url = f"{'https' if self._ssl else 'http'}://{endpoint.host}:{endpoint.port}"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=300)
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+        self._timeout = timeout
         self.docker: aiodocker.Docker = aiodocker.Docker(
             url=url, connector=connector, session=self._session, timeout=timeout
         )
@@ -58,6 +66,111 @@ class EngineClient:
         self.architecture = ""
         """Of the engine's machine, as the engine calls it."""
         self._base = ("http://localhost" if endpoint.local else url) + "/"
+
+    async def request(
+        self, method: str, path: str, *, body: Any = None, seconds: float | None = None, **options: Any
+    ) -> Any:
+        """The engine's answer, as JSON. Raises ConnectionResetError for one that no engine gives: a proxy's page proves
+        nothing. `seconds`: how long the engine may be silent."""
+        async with self.stream(method, path, **self._options(body, seconds), **options) as answer:
+            content = await answer.read()
+        try:
+            said = json.loads(content)
+        except ValueError:
+            raise _no_engine() from None
+        if not isinstance(said, dict | list):
+            raise _no_engine()
+        return said
+
+    async def order(
+        self, path: str, *, method: str = "POST", seconds: float | None = None, **options: Any
+    ) -> None:
+        """A request that the engine confirms without a word: 204, or 304 where it was so already. Any other answer is
+        not the engine's, and confirms nothing."""
+        async with self.stream(method, path, **self._options(None, seconds), **options) as answer:
+            await answer.read()
+            if answer.status not in (204, 304):
+                raise _no_engine()
+
+    def _options(self, body: Any, seconds: float | None) -> dict[str, Any]:
+        import aiohttp
+
+        options: dict[str, Any] = {"json": body} if body is not None else {}
+        if seconds is not None:
+            options["timeout"] = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=seconds)
+        return options
+
+    async def inspect(self, container: str) -> dict[str, Any]:
+        """One container, by the engine's id or by its name."""
+        facts = await self.request("GET", f"containers/{container}/json")
+        if not isinstance(facts, dict) or not is_engine_id(facts.get("Id")):
+            raise _no_engine()
+        return facts
+
+    async def make(self, body: Mapping[str, Any], name: str) -> str:
+        """A container that is not started. Returns the engine's id."""
+        made = await self.request("POST", "containers/create", body=body, params={"name": name})
+        if not isinstance(made, dict) or not is_engine_id(made.get("Id")):
+            raise _no_engine()
+        return str(made["Id"])
+
+    async def exec(self, container_id: str, argv: Sequence[str], user: str) -> str:
+        """A command that is not started. Over a connection of its own: one from the pool may have gone silent together
+        with the channel that this one replaces."""
+        body = {
+            "Cmd": list(argv),
+            "User": user,
+            "AttachStdin": True,
+            "AttachStdout": True,
+            "AttachStderr": True,
+            "Tty": False,
+        }
+        headers = {"Connection": "close"}
+        async with self._fresh() as session:
+            url = f"{self._base}containers/{container_id}/exec"
+            async with session.post(url, json=body, headers=headers) as answer:
+                content = await answer.read()
+                if answer.status >= 400:
+                    raise _refusal(answer.status, content)
+        try:
+            identity = json.loads(content)["Id"]
+        except (ValueError, KeyError, TypeError):
+            raise _no_engine() from None
+        if not is_engine_id(identity):
+            raise _no_engine()
+        return str(identity)
+
+    def _fresh(self) -> aiohttp.ClientSession:
+        import aiohttp
+
+        connector: aiohttp.BaseConnector
+        if self.endpoint.socket_path is not None:
+            connector = aiohttp.UnixConnector(self.endpoint.socket_path, force_close=True)
+        else:
+            connector = aiohttp.TCPConnector(force_close=True, ssl=self._ssl or False)
+        return aiohttp.ClientSession(connector=connector, timeout=self._timeout)
+
+    async def kind_of(self, container_id: str, path: str) -> int | None:
+        """The type bits (`stat.S_IFMT`) of a path in a container's files, which may not run yet. None: there is no such
+        path, or this engine does not tell. Nothing in there is opened."""
+        import aiodocker
+
+        for _ in range(_LINKS):
+            request = self.stream("HEAD", f"containers/{container_id}/archive", params={"path": path})
+            try:
+                async with request as answer:
+                    text = answer.headers.get("X-Docker-Container-Path-Stat", "")
+            except aiodocker.DockerError:
+                return None
+            try:
+                told = json.loads(base64.b64decode(text))
+                mode, target = int(told["mode"]), str(told.get("linkTarget") or "")
+            except (ValueError, KeyError, TypeError):
+                return None
+            if not mode & _GO_LINK or not target:
+                return stat.S_IFREG if not mode & _GO_TYPE else _GO_KINDS.get(mode & _GO_TYPE, stat.S_IFCHR)
+            path = target
+        return None
 
     async def aclose(self) -> None:
         await self.docker.close()
@@ -158,6 +271,11 @@ class Frames:
         return (self._stream, piece) if piece else None
 
 
+def is_engine_id(value: Any) -> bool:
+    """As engines name containers, execs and networks: it goes into a path of their API."""
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
+
+
 def checked_id(sandbox_id: str) -> str:
     """It goes into a path of the engine's API, where `.` and `..` would lead elsewhere."""
     if not hosted.is_word(sandbox_id):
@@ -178,7 +296,9 @@ def _numbers(version: object) -> tuple[int, ...]:
 
 
 def _no_engine() -> ConnectionResetError:
-    return ConnectionResetError("what answers there does not speak the engine's API")
+    return ConnectionResetError(
+        "the answer is not a container engine's. A proxy or another server may stand where DOCKER_HOST leads"
+    )
 
 
 def _refusal(status: int, body: bytes) -> Exception:

@@ -21,13 +21,26 @@ NETWORK = "lowtide-full"
 DIRECTORY = "/.lowtide"
 PROGRAM = f"{DIRECTORY}/inside"
 CACHE_LABEL = "lowtide-cache"
+_CARRIER = "carrier"
+_VOLUME = "lowtide-inside-"
 
 
-def create_body(spec: SandboxSpec, image: str, *, volume: str, publish: bool, key: bytes) -> dict[str, Any]:
-    """The create call's body: identity, lifetime and limits are all inside this one request."""
+def volume_name(architecture: str) -> str:
+    return _VOLUME + program.fingerprint(architecture)
+
+
+def has_network(spec: SandboxSpec) -> bool:
+    """Whether it is on the engine's network that lowtide makes."""
+    return spec.network is not None and spec.network.mode is NetworkMode.INTERNET
+
+
+def create_body(
+    spec: SandboxSpec, image: str, *, volume: str, publish: bool, key: bytes, network: str | None
+) -> dict[str, Any]:
+    """The create call's body: identity, lifetime and limits are all inside this one request. `network`: the engine's id
+    of the one that lowtide made, where the sandbox has one."""
     options: DockerOptions = spec.options or DockerOptions()
-    full = spec.network is not None and spec.network.mode is NetworkMode.FULL
-    ports = [f"{port}/tcp" for port in spec.ports if publish and full]
+    ports = [f"{port}/tcp" for port in spec.ports if publish and has_network(spec)]
     lifetime = math.ceil(spec.lifetime_seconds) if spec.lifetime_seconds else 0
     return {
         "Image": image,
@@ -39,7 +52,7 @@ def create_body(spec: SandboxSpec, image: str, *, volume: str, publish: bool, ke
         "Labels": spec.labels.as_dict(),
         "StopSignal": "SIGTERM",
         "Healthcheck": {"Test": ["NONE"]},
-        "HostConfig": _host(spec, options, volume, ports),
+        "HostConfig": _host(spec, options, volume, ports, network),
         **asked_for(
             {
                 "WorkingDir": spec.working_dir,
@@ -50,7 +63,9 @@ def create_body(spec: SandboxSpec, image: str, *, volume: str, publish: bool, ke
     }
 
 
-def _host(spec: SandboxSpec, options: DockerOptions, volume: str, ports: list[str]) -> dict[str, Any]:
+def _host(
+    spec: SandboxSpec, options: DockerOptions, volume: str, ports: list[str], network: str | None
+) -> dict[str, Any]:
     """What of the engine's machine it gets."""
     limits, mode = spec.limits, spec.network.mode if spec.network is not None else NetworkMode.NONE
     memory = limits.memory_bytes or DEFAULT_MEMORY_BYTES
@@ -61,7 +76,7 @@ def _host(spec: SandboxSpec, options: DockerOptions, volume: str, ports: list[st
     return asked_for(
         {
             "AutoRemove": True,
-            "NetworkMode": NETWORK if mode is NetworkMode.FULL else "none",
+            "NetworkMode": network or "none",
             "Dns": [str(NAMESERVER)] if mode is NetworkMode.ALLOW else None,
             "PortBindings": {port: [{"HostIp": "127.0.0.1", "HostPort": ""}] for port in ports},
             "PidsLimit": limits.pids or DEFAULT_PIDS,
@@ -87,7 +102,7 @@ def carrier_body(spec: SandboxSpec, image: str, *, volume: str) -> dict[str, Any
         "Image": image,
         "Entrypoint": [PROGRAM],
         "Cmd": [],
-        "Labels": spec.labels.as_dict(),
+        "Labels": {**spec.labels.as_dict(), CACHE_LABEL: _CARRIER},
         "HostConfig": {"NetworkMode": "none", "Mounts": [volume_mount(volume, read_only=False)]},
     }
 
@@ -130,10 +145,10 @@ def own_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def from_inspect(answer: Mapping[str, Any]) -> SandboxInfo | None:
-    """None for a container that is not one of our sandboxes: name and full label set must agree."""
+    """None for a container that is not one of our sandboxes."""
     labels = own_labels(answer.get("Config", {}).get("Labels"))
-    name = str(answer.get("Name", "")).lstrip("/")
-    if not _ours(name, labels):
+    name = _sandbox_id(labels, [str(answer.get("Name", ""))], _has_program(answer))
+    if name is None:
         return None
     state = answer.get("State", {})
     code = state.get("ExitCode")
@@ -160,12 +175,10 @@ def from_inspect(answer: Mapping[str, Any]) -> SandboxInfo | None:
 
 
 def from_list(answer: Mapping[str, Any]) -> SandboxInfo | None:
+    """None for a container that is not one of our sandboxes, or that has another name: `from_inspect` knows."""
     labels = own_labels(answer.get("Labels"))
-    for name in answer.get("Names") or ():
-        name = str(name).lstrip("/")
-        if _ours(name, labels):
-            break
-    else:
+    name = _sandbox_id(labels, [str(one) for one in answer.get("Names") or ()], renamed=False)
+    if name is None:
         return None
     word = str(answer.get("State", "")).lower()
     state = _STATES.get(word)
@@ -176,13 +189,36 @@ def from_list(answer: Mapping[str, Any]) -> SandboxInfo | None:
     return SandboxInfo(sandbox_id=name, state=state, labels=labels, created_at=when)
 
 
-def _ours(name: str, labels: Mapping[str, str]) -> bool:
+def _sandbox_id(labels: Mapping[str, str], names: list[str], renamed: bool) -> str | None:
+    """Which sandbox the container with these labels is; None: none of ours.
+
+    The labels alone are no proof, because an image that somebody commits from a sandbox has them, too, and gives them to
+    its containers. The container also has our name or, where somebody has renamed it, our program (`renamed`), which no
+    image brings.
+    """
     full = Labels.from_dict(labels)
-    return full is not None and name in (full.lease_id, carrier_name(full.lease_id))
+    if full is None:
+        return None
+    usual = (full.lease_id, carrier_name(full.lease_id))
+    for name in names:
+        if name.lstrip("/") in usual:
+            return name.lstrip("/")
+    return usual[labels.get(CACHE_LABEL) == _CARRIER] if renamed else None
+
+
+def _has_program(answer: Mapping[str, Any]) -> bool:
+    return any(
+        mount.get("Destination") == DIRECTORY and str(mount.get("Name") or "").startswith(_VOLUME)
+        for mount in answer.get("Mounts") or ()
+    )
 
 
 def carrier_name(lease_id: str) -> str:
     return f"{lease_id}-carrier"
+
+
+def lease_of(sandbox_id: str) -> str:
+    return sandbox_id.removesuffix("-carrier")
 
 
 def created_now(spec: SandboxSpec) -> SandboxInfo:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from lowtide.errors import LowtideError, SandboxGone, SandboxNotFoundError, SandboxUnavailableError
 from lowtide.providers.base import SandboxState
 from lowtide.providers.docker.errors import SERVICE, mapped
+from lowtide.providers.inside import Asleep
 from lowtide.providers.inside.program import EXPIRED
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ async def explained(provider: DockerProvider, sandbox_id: str, error: LowtideErr
 
 def paused(sandbox_id: str) -> SandboxUnavailableError:
     words = "the sandbox is paused: resume() it first"
-    return SERVICE.error(SandboxUnavailableError, words, sandbox_id)
+    return SERVICE.error(Asleep, words, sandbox_id)
 
 
 def gone(sandbox_id: str, reason: str) -> SandboxGone:
@@ -48,7 +49,7 @@ def gone(sandbox_id: str, reason: str) -> SandboxGone:
 async def how_it_ended(provider: DockerProvider, sandbox_id: str) -> tuple[str, int | None]:
     """Reason and exit code. Auto-removed containers leave only the engine's recent events to tell them."""
     client = await provider.client()
-    filters = {"container": [sandbox_id], "type": ["container"]}
+    filters = {"container": [provider.known_container(sandbox_id) or sandbox_id], "type": ["container"]}
     options = {
         "since": str(int(time.time()) - 86400),
         "until": str(int(time.time()) + 1),

@@ -146,13 +146,13 @@ async def _ask_program(program: str, registry: str) -> dict[str, str] | None:
     )
 
 
-async def commit(client: EngineClient, sandbox_id: str, name: str) -> str:
+async def commit(client: EngineClient, container_id: str, sandbox_id: str, name: str) -> str:
     """Make an image of the container's files; the id is what `SandboxSpec.snapshot` takes."""
     # The tag is for people and for `list_snapshots`; never the same twice, or the older image would lose
     # its only name and nobody would find it again.
     tag = f"{re.sub(r'[^A-Za-z0-9_.-]', '-', name)[:100].lstrip('.-') or 'snapshot'}-{secrets.token_hex(4)}"
     with mapped(sandbox_id):
-        answer = await client.container(sandbox_id).commit(
+        answer = await client.container(container_id).commit(
             repository=SNAPSHOT_REPOSITORY,
             tag=tag,
             pause=True,

@@ -26,21 +26,23 @@ async def create(
     spec: SandboxSpec,
     asked: dict[str, Any],
     find: Callable[[], Awaitable[SandboxInfo | None]],
+    read: Callable[[str], Awaitable[SandboxInfo]],
 ) -> tuple[SandboxInfo, SdkSandbox | None]:
-    """The sandbox, and the SDK's object where the answer brought it. What a lost answer made is looked for first."""
-    made: list[SdkSandbox] = []
+    """The sandbox, and the SDK's object where the answer brought it. E2B's answer has no metadata: one read confirms it."""
+    made: dict[str, SdkSandbox] = {}
 
     async def make(seconds: float) -> SandboxInfo:
         parameters = {**access.parameters(), **_with_key(sdk, spec.lease_id), "request_timeout": seconds}
         box = await SERVICE.call(seconds + 2.0, sdk.create(**asked, **parameters), "create")
         options = hosted.options_of(spec, E2BOptions, "e2b")
         # A snapshot may hold processes that run on in the new sandbox.
-        made.append(SdkSandbox(box, spec.working_dir, options.user, untouched=spec.snapshot is None))
+        made[box.sandbox_id] = SdkSandbox(
+            box, spec.working_dir, options.user, untouched=spec.snapshot is None
+        )
         now = datetime.now(UTC)
         return SandboxInfo(
             sandbox_id=box.sandbox_id,
             state=SandboxState.RUNNING,
-            labels=asked["metadata"],
             created_at=now,
             expires_at=now + timedelta(seconds=asked["timeout"]),
         )
@@ -48,13 +50,14 @@ async def create(
     info = await hosted.recovered(
         make,
         find,
+        read,
         service=SERVICE,
-        lease_id=spec.lease_id,
+        labels=spec.labels,
         seconds=CREATE_SECONDS,
         replay=True,
         lost=was_lost,
     )
-    return info, made[0] if made else None
+    return info, made.get(info.sandbox_id)
 
 
 def arguments(spec: SandboxSpec, template: str | None) -> dict[str, Any]:

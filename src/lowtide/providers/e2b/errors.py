@@ -44,7 +44,7 @@ FAULTS = (
     # 404 of a create is its template; whatever else is not found has an exception of its own.
     Fault(errors.ValidationError, of=_ANY, status=(400, 404, 422)),
     Fault(errors.SandboxUnavailableError, of=_ANY, status=409, more={"retryable": True}),
-    Fault(errors.SandboxUnavailableError, of=_ANY, status=range(500, 600)),
+    Fault(errors.SandboxUnavailableError, of=_ANY, status=(*range(300, 400), *range(500, 600))),
     Fault(errors.SandboxError, of=_ANY),
     # The SDK reads every answer as E2B's own: it was a page of somebody on the way.
     Fault(errors.SandboxUnavailableError, of="json.JSONDecodeError", words="not E2B's own answer: {text}"),

@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from lowtide import errors
 from lowtide.providers import hosted
@@ -49,11 +50,11 @@ class Requests:
         headers = self._headers or self._prepare()
         # From the SDK's table each time: it has new connections after a fork, and after the last `aclose`.
         client = Client(get_pyqwest_transport(**self._pool, **({} if patient else self._once)))
-        answer = await client.execute(method, f"{self._base}/sandboxes/{sandbox_id}", headers)
+        answer = await client.execute(method, f"{self._base}/sandboxes/{quote(sandbox_id, safe='')}", headers)
         # `res`: see `errors.retry_after`.
         res = _Answer(answer.status, bytes(answer.content), answer.headers)
         if res.status_code == 404:
-            if not hosted.is_own(res.content, "sandbox"):
+            if not hosted.is_own(res.content, "sandbox", sandbox_id):
                 raise SERVICE.elsewhere(sandbox_id)
             return None
         if res.status_code >= 300:
@@ -86,10 +87,12 @@ async def detail(requests: Requests, sandbox_id: str) -> Any:
     if found is None:
         raise SERVICE.missing(sandbox_id)
     try:
-        return SandboxDetail.from_dict(json.loads(found))
+        read = SandboxDetail.from_dict(json.loads(found))
     except (ValueError, TypeError, AttributeError, LookupError) as error:
         words = f"what came in place of E2B's answer about {sandbox_id} cannot be read"
         raise SERVICE.error(errors.SandboxUnavailableError, words, sandbox_id) from error
+    SERVICE.check_about(sandbox_id, read.sandbox_id)
+    return read
 
 
 async def listed(sdk: Any, access: Access, labels: Mapping[str, str]) -> AsyncIterator[SandboxInfo]:

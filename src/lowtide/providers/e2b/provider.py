@@ -50,7 +50,7 @@ class E2BProvider(Snapshots, BulkFiles, hosted.Hosted):
 
     name: ClassVar[str] = "e2b"
     capabilities: ClassVar[frozenset[Capability]] = hosted.INSIDE | {
-        *(Capability.USER, Capability.NETWORK_NONE, Capability.NETWORK_FULL, Capability.NETWORK_ALLOW),
+        *(Capability.USER, Capability.NETWORK_NONE, Capability.NETWORK_INTERNET, Capability.NETWORK_ALLOW),
         *(Capability.SNAPSHOT, Capability.PAUSE, Capability.LIFETIME, Capability.RENEW, Capability.CODE),
     }
     traits: ClassVar[Traits] = Traits(
@@ -101,7 +101,7 @@ class E2BProvider(Snapshots, BulkFiles, hosted.Hosted):
         with nothing_sent():
             sdk = self._sdk()
             asked = create.arguments(spec, self._access.template)
-        info, made = await create.create(sdk, self._access, spec, asked, lambda: self.find(spec))
+        info, made = await create.create(sdk, self._access, spec, asked, lambda: self.find(spec), self.get)
         if made is not None:
             self._keep(info.sandbox_id, made)
             self._fresh[info.sandbox_id] = info

@@ -2,7 +2,7 @@
 
 * `chosen`, `chosen_with_key`, `way_of`, `account`: options, then the environment; the way there; a stable name for the account
 * `Service`, `Fault`: every call of the SDK has an outer deadline, and its errors are told by a table
-* `recovered`: a create whose answer was lost: look for what it made, ask again where that is safe
+* `recovered`: a create whose answer was lost or is wrong: look for what it made, ask again where that is safe
 * `until_ready`: wait until a sandbox can be used, or say why it never will
 * `delete`: a delete counts when the sandbox is not found any more; its states are `End`
 * `pages`: of a list, which ends
@@ -25,11 +25,11 @@ A provider's ``errors.py`` is a table and one service::
 and its calls read so::
 
     made = await SERVICE.call(30.0, sdk.create(...), "create")
-    info = await recovered(make, find, service=SERVICE, lease_id=spec.lease_id, seconds=45.0, replay=True)
+    info = await recovered(make, find, read, service=SERVICE, labels=spec.labels, seconds=45.0, replay=True)
     info = await until_ready(look, service=SERVICE, sandbox_id=sandbox_id, seconds=60.0)
     return await delete(ask, look, service=SERVICE, sandbox_id=sandbox_id)
 
-``make``, ``find``, ``ask`` and ``look`` are the provider's own small functions. They raise lowtide's errors
+``make``, ``find``, ``read``, ``ask`` and ``look`` are the provider's own small functions. They raise lowtide's errors
 only, which `Service.call` sees to.
 """
 
@@ -42,6 +42,7 @@ from lowtide.providers.hosted.access import (
     chosen_with_key,
     credentials_of,
     inside_key,
+    is_id,
     is_word,
     missing_dependency,
     needs_key,
@@ -49,7 +50,14 @@ from lowtide.providers.hosted.access import (
     url_of,
     way_of,
 )
-from lowtide.providers.hosted.create import asked_for, labels_of, only_ipv4, options_of, recovered
+from lowtide.providers.hosted.create import (
+    asked_for,
+    is_of_lease,
+    labels_of,
+    only_ipv4,
+    options_of,
+    recovered,
+)
 from lowtide.providers.hosted.destroy import End, delete
 from lowtide.providers.hosted.errors import Fault, file_error, is_own, status_of, was_raised_from
 from lowtide.providers.hosted.lookup import explained, pages, until_ready
@@ -74,6 +82,8 @@ __all__ = [
     "explained",
     "file_error",
     "inside_key",
+    "is_id",
+    "is_of_lease",
     "is_own",
     "is_word",
     "labels_of",

@@ -20,6 +20,7 @@ WAY = (
 """The way to the service. SDKs read these themselves; the guardian's worker needs them to go the same way."""
 
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]*")
+_LONGEST_ID = 200
 
 
 def chosen(
@@ -138,3 +139,8 @@ def inside_key(secret: str, lease_id: str) -> bytes:
 def is_word(sandbox_id: str) -> bool:
     """Ids and names are plain words. Anything else must not become part of a path."""
     return _WORD.fullmatch(sandbox_id) is not None
+
+
+def is_id(sandbox_id: object) -> bool:
+    """Whether an answer's id can be one: a plain word of a bounded length. It becomes part of paths and host names."""
+    return isinstance(sandbox_id, str) and len(sandbox_id) <= _LONGEST_ID and is_word(sandbox_id)

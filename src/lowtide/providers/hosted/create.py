@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from lowtide import errors, logger
-from lowtide.providers.base import LABEL_PREFIX, SandboxInfo, SandboxSpec
+from lowtide.backoff import backoff
+from lowtide.providers.base import LABEL_PREFIX, Labels, SandboxInfo, SandboxSpec
+from lowtide.providers.hosted.access import is_id
 from lowtide.providers.hosted.service import Service, was_lost
 from lowtide.providers.network.policy import Policy
 
@@ -15,44 +19,130 @@ Options = TypeVar("Options")
 
 _AGAIN_SECONDS = 5.0
 """With less time than this left, a create is not sent again."""
+_SHOWN_SECONDS = 2.0
+"""How long a sandbox may take to show by its id after its create was answered."""
 
 
 async def recovered(
     make: Callable[[float], Awaitable[SandboxInfo]],
     find: Callable[[], Awaitable[SandboxInfo | None]],
+    read: Callable[[str], Awaitable[SandboxInfo]],
     *,
     service: Service,
-    lease_id: str,
+    labels: Labels,
     seconds: float,
     replay: bool = False,
     lost: Callable[[errors.LowtideError], bool] = was_lost,
 ) -> SandboxInfo:
-    """What `make` made within `seconds`, also when its answer was lost.
+    """Create a sandbox within `seconds` and return it once its labels prove that it is this lease's own.
 
-    `make` sends one create that may take so many seconds; `find` looks by what the lease gave it (name, label,
-    key). `replay`: the same request may be sent again, because the service knows it by its key or name.
-    `lost`: whether an error leaves open what was made. What is found neither now nor by a replay is left
-    to the lease: its window, the guardian and the provider's own clock.
+    `make` sends one create request that may take that many seconds, and returns what the answer says: its
+    labels are empty where the service's answer has none. `read` gets a sandbox by id: it is used only for such
+    an answer. `find` looks for the lease's sandbox by name or label. `replay`: the same request may be sent
+    again, because the service recognises it by its key or name. `lost`: whether an error leaves open what was
+    created.
+
+    A lost, unreadable or wrong answer (it names a sandbox of another lease, or no sandbox) is treated alike:
+    find the sandbox, then replay the request. Raises SandboxUnavailableError when neither succeeds; the
+    lifecycle then recovers the lease.
     """
     began = time.monotonic()
+
+    async def attempt(left: float) -> SandboxInfo:
+        """Raises LowtideError. One that `lost` denies is the service's refusal."""
+        try:
+            answer = await make(left)
+        except errors.LowtideError:
+            raise
+        except Exception as error:
+            raise service.unreadable("create", error) from error
+        try:
+            return await confirmed(answer, read, service=service, labels=labels)
+        except errors.LowtideError as error:
+            raise _Unconfirmed(error) from error
+
     try:
-        return await make(seconds)
+        return await attempt(seconds)
+    except _Unconfirmed as unconfirmed:
+        failure = unconfirmed.why
     except errors.LowtideError as error:
         if not lost(error):
             raise
-        log = logger.get(f"lowtide.{service.provider}")
-        log.info("lease %s: the answer to create was lost; looking for what it made", lease_id)
+        failure = error
+    log = logger.get(f"lowtide.{service.provider}")
+    log.info("lease %s: the answer to create cannot be used; looking for what it made", labels.lease_id)
+    try:
+        found = await find()
+    except errors.LowtideError:
+        raise failure from failure.__cause__
+    if found is not None and not found.state.terminal:
+        log.info("lease %s: found %s", labels.lease_id, found.sandbox_id)
+        return found
+    left = seconds - (time.monotonic() - began)
+    if not replay or left < _AGAIN_SECONDS:
+        raise failure from failure.__cause__
+    try:
+        return await attempt(left)
+    except _Unconfirmed as unconfirmed:
+        raise unconfirmed.why from unconfirmed.why.__cause__
+
+
+class _Unconfirmed(Exception):
+    """A create was answered, and the answer is not proven to be about the lease's own sandbox."""
+
+    def __init__(self, why: errors.LowtideError) -> None:
+        super().__init__(str(why))
+        self.why = why
+
+
+async def confirmed(
+    answer: SandboxInfo,
+    read: Callable[[str], Awaitable[SandboxInfo]],
+    *,
+    service: Service,
+    labels: Labels,
+) -> SandboxInfo:
+    """The answer to a create, with the labels that prove it. Costs one `read` where the answer has no labels.
+
+    Raises SandboxUnavailableError for an answer that names no sandbox, or one of another lease: using it
+    would end that one with this lease, and leave what was created.
+    """
+    if not is_id(answer.sandbox_id):
+        words = f"{service.name} answered a create without naming a sandbox"
+        raise service.error(errors.SandboxUnavailableError, words)
+    shown = answer.labels
+    if Labels.from_dict(shown) is None:
+        shown = (await _read(answer.sandbox_id, read, service)).labels
+    if not is_of_lease(shown, labels):
+        words = (
+            f"{service.name} answered a create with {answer.sandbox_id}, which is not this lease's sandbox"
+        )
+        raise service.error(errors.SandboxUnavailableError, words)
+    return replace(answer, labels=shown)
+
+
+async def _read(
+    sandbox_id: str, read: Callable[[str], Awaitable[SandboxInfo]], service: Service
+) -> SandboxInfo:
+    """What was just created may take a moment to show."""
+    deadline = time.monotonic() + _SHOWN_SECONDS
+    for delay in backoff(0.05, 0.5):
         try:
-            found = await find()
-        except errors.LowtideError:
-            raise error from error.__cause__
-        if found is not None and not found.state.terminal:
-            log.info("lease %s: found %s", lease_id, found.sandbox_id)
-            return found
-        left = seconds - (time.monotonic() - began)
-        if not replay or left < _AGAIN_SECONDS:
-            raise
-        return await make(left)
+            return await read(sandbox_id)
+        except errors.SandboxNotFoundError as error:
+            if time.monotonic() + delay > deadline:
+                raise service.elsewhere(sandbox_id) from error
+        except errors.LowtideError as error:
+            if not error.retryable or time.monotonic() + delay > deadline:
+                raise
+        await asyncio.sleep(delay)
+    raise AssertionError  # `backoff` has no end
+
+
+def is_of_lease(shown: Mapping[str, str], labels: Labels) -> bool:
+    """Whether a sandbox with the labels `shown` was created for the lease with these `labels`."""
+    found = Labels.from_dict(shown)
+    return found is not None and (found.lease_id, found.ledger_id) == (labels.lease_id, labels.ledger_id)
 
 
 def options_of(spec: SandboxSpec, kind: type[Options], provider: str) -> Options:

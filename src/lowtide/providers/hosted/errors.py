@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 from lowtide import errors
 
 Of = str | tuple[str, ...]
+
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{7,}")
+"""What may be an id in a message, where it has a digit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,11 @@ class Table:
             body = getattr(error, "body", None) if fault.own else None
             if body is not None and not is_own(body, fault.own):
                 continue
+            if fault.kind is errors.SandboxNotFoundError and names_another(
+                _message(body) or text, sandbox_id
+            ):
+                words = f"the answer is about another sandbox than {sandbox_id}, and proves nothing of it"
+                return errors.SandboxUnavailableError(words, provider=self.provider, sandbox_id=sandbox_id)
             context: dict[str, Any] = {"provider": self.provider, "sandbox_id": sandbox_id, **fault.more}
             if fault.on_path and (found := file_error(text, str(path), context)) is not None:
                 return found
@@ -112,17 +121,31 @@ def status_of(error: BaseException | None) -> int | None:
     return None
 
 
-def is_own(body: object, thing: str) -> bool:
-    """Whether a "not found" is the service's own word: JSON whose message speaks of the `thing` that was asked for. A load
-    balancer or a proxy whose service is away answers 404, too, with a page or with JSON that says no more than "Not Found",
-    and a server that does not know the address names that ("Cannot GET /…")."""
+def is_own(body: object, thing: str, sandbox_id: str | None = None) -> bool:
+    """Whether a "not found" is the service's own word about `sandbox_id`: JSON whose message speaks of the `thing` that was
+    asked for, and of no other one. A load balancer or a proxy whose service is away answers 404, too, with a page or with
+    JSON that says no more than "Not Found", and a server that does not know the address names that ("Cannot GET /…")."""
+    text = _message(body)
+    said = text.lower()
+    return thing in said and not said.startswith("cannot ") and not names_another(text, sandbox_id)
+
+
+def _message(body: object) -> str:
+    """Of an answer in JSON; "" where it has none."""
     if isinstance(body, str | bytes):
         try:
             body = json.loads(body)
         except ValueError:
-            return False
-    said = str(body.get("message", "")).lower() if isinstance(body, Mapping) else ""
-    return thing in said and not said.startswith("cannot ")
+            return ""
+    return str(body.get("message", "")) if isinstance(body, Mapping) else ""
+
+
+def names_another(text: str, sandbox_id: str | None) -> bool:
+    """Whether a message names an id, and not this one. A message without any id is about what was asked for."""
+    if sandbox_id is None or sandbox_id in text:
+        return False
+    # Some messages have a part of the id only (E2B's without its suffix).
+    return any(word not in sandbox_id for word in _ID.findall(text) if any(map(str.isdigit, word)))
 
 
 def retry_after(error: BaseException) -> float | None:

@@ -18,6 +18,8 @@ from lowtide.providers.base import (
     SandboxSpec,
     Url,
 )
+from lowtide.providers.hosted.access import is_id
+from lowtide.providers.hosted.create import is_of_lease
 from lowtide.providers.inside.calls import Calls
 
 INSIDE = frozenset({Capability.STDIN, Capability.TTY, Capability.SIGNALS, Capability.PORTS})
@@ -54,10 +56,11 @@ class Hosted(Calls):
         return self._access.credentials()
 
     async def find(self, spec: SandboxSpec) -> SandboxInfo | None:
-        """By its labels, where a service has no name that we choose."""
+        """By its labels, where a service has no name that we choose. A list that ignores the filter finds nothing."""
         marks = {LABEL_PREFIX + "lease": spec.lease_id, LABEL_PREFIX + "ledger": spec.labels.ledger_id}
         async for found in self.list(marks):
-            return found
+            if is_id(found.sandbox_id) and is_of_lease(found.labels, spec.labels):
+                return found
         return None
 
     def list(self, labels: Mapping[str, str]) -> AsyncIterator[SandboxInfo]:

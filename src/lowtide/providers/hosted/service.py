@@ -43,9 +43,18 @@ class Service:
         *,
         path: str | None = None,
     ) -> T:
-        """The result of `work`, within `seconds`. Raises lowtide's errors, with the SDK's as the cause."""
-        with self.mapped(sandbox_id, path=path):
-            return await self.within(seconds, work, what, sandbox_id)
+        """The result of `work`, within `seconds`. Raises lowtide's errors only, with the SDK's as the cause.
+
+        An SDK that cannot read an answer raises anything (KeyError, JSONDecodeError, its models' errors): that is
+        SandboxUnavailableError.
+        """
+        try:
+            with self.mapped(sandbox_id, path=path):
+                return await self.within(seconds, work, what, sandbox_id)
+        except errors.LowtideError:
+            raise
+        except Exception as error:
+            raise self.unreadable(what, error, sandbox_id) from error
 
     async def again(
         self,
@@ -92,6 +101,21 @@ class Service:
             f"somebody on the way to {self.name} answered in its place; whether {sandbox_id} is there is not known",
             sandbox_id,
         )
+
+    def unreadable(
+        self, what: str, error: Exception, sandbox_id: str | None = None
+    ) -> errors.SandboxUnavailableError:
+        """For an answer that the SDK cannot read. Its words are left out: they may quote what was sent."""
+        words = f"{self.name}, or a proxy on the way to it, gave an answer that cannot be read: {what}"
+        return self.error(errors.SandboxUnavailableError, f"{words} ({type(error).__name__})", sandbox_id)
+
+    def check_about(self, sandbox_id: str, answered: object) -> None:
+        """Raises SandboxUnavailableError for an answer about another sandbox than `sandbox_id`: it proves nothing."""
+        if answered != sandbox_id:
+            words = (
+                f"{self.name}, or a proxy on the way to it, answered about another sandbox than {sandbox_id}"
+            )
+            raise self.error(errors.SandboxUnavailableError, words, sandbox_id)
 
     def gone(self, sandbox_id: str) -> errors.SandboxGone:
         words = f"sandbox {sandbox_id} has ended"

@@ -4,9 +4,9 @@
 it, `files` and `forward` what stands on those. docs/inside.md has the frames and the bounds.
 """
 
-from lowtide.providers.inside.channel import Answer, Channel, Opener, Spent
+from lowtide.providers.inside.channel import Answer, Asleep, Channel, Opener, Spent
 from lowtide.providers.inside.client import Client
 from lowtide.providers.inside.clients import Clients
 from lowtide.providers.inside.process import InsideProcess
 
-__all__ = ["Answer", "Channel", "Client", "Clients", "InsideProcess", "Opener", "Spent"]
+__all__ = ["Answer", "Asleep", "Channel", "Client", "Clients", "InsideProcess", "Opener", "Spent"]

@@ -84,10 +84,10 @@ class Answer:
             f"{self._path}: the file call was cut short{': ' + words if words else ''}", **self._context
         )
 
-    def too_much(self, most: int) -> SandboxFileError:
+    def too_much(self, most: int, most_bytes: int) -> SandboxFileError:
         return SandboxFileError(
-            f"{self._path} holds too much to be listed in memory (more than {most >> 20} MiB of names); exec a command "
-            "that looks for what you want",
+            f"{self._path} holds too much to be listed in memory (more than {most} entries or {most_bytes >> 20} MiB of "
+            "names); exec a command that looks for what you want",
             path=self._path,
             **self._context,
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from lowtide.errors import SandboxUnavailableError
+
 
 class Channel(Protocol):
     """Bytes to the program and bytes from it, in order. It may break at any time and is opened anew then."""
@@ -25,6 +27,11 @@ class Channel(Protocol):
 class Spent(EOFError):
     """Raised by `receive` of a channel that was one answer and no more: while nothing is under way, none is
     opened in its place, and the next command has a client of its own."""
+
+
+class Asleep(SandboxUnavailableError):
+    """Raised by an `Opener` whose sandbox is paused. A new client reports it to its caller. A client whose channel
+    broke keeps trying for as long as the sandbox is paused, because its commands continue after the resume."""
 
 
 class Answer:

@@ -42,6 +42,8 @@ class Client:
             sandbox_id=sandbox_id,
             bound_seconds=bound_seconds,
             busy=lambda: not self.idle,
+            # Renewed by 0 seconds, a lease stays as it is, and every version of the program answers that.
+            question=frames.frame(frames.RENEW, 0, frames.NUMBER.pack(0)),
         )
         self._processes: dict[int, InsideProcess] = {}
         self._renewals: dict[int, asyncio.Future[int]] = {}

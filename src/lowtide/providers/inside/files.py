@@ -18,7 +18,7 @@ from lowtide.providers.inside.process import InsideProcess
 from lowtide.providers.optional import FileEntry, FileKind
 
 _CHUNK = 256 * 1024  # what inside.c takes at most
-_MOST_LISTED_BYTES = 32 << 20  # what list_dir takes into memory
+_MOST_LISTED, _MOST_LISTED_BYTES = 100_000, 32 << 20  # what list_dir takes into memory
 _KINDS = {"f": FileKind.FILE, "d": FileKind.DIRECTORY, "l": FileKind.SYMLINK}
 
 
@@ -161,12 +161,13 @@ async def _send(process: InsideProcess, chunks: AsyncIterable[bytes]) -> int:
 
 
 async def _fields(answer: Answer) -> list[bytes]:
-    pieces, size = [], 0
+    pieces, size, fields = [], 0, 0
     while more := await answer.piece():
         pieces.append(more)
         size += len(more)
-        if size > _MOST_LISTED_BYTES:
-            raise answer.too_much(_MOST_LISTED_BYTES)
+        fields += more.count(b"\0")
+        if size > _MOST_LISTED_BYTES or fields > 3 * (_MOST_LISTED + 1):  # three for each entry
+            raise answer.too_much(_MOST_LISTED, _MOST_LISTED_BYTES)
     return b"".join(pieces).split(b"\0")
 
 

@@ -1299,6 +1299,7 @@ static __attribute__((noreturn)) void call(char **argv, int argc)
 #endif
 #define GREETING_MS 10000
 #define ONCE_MS 150 /* for a channel that hears nothing more: then whoever waits for it comes again */
+#define BLIND_MS 20 /* between two tries where the kernel does not tell what is ready */
 #define TOLD (256 * 1024)
 #define MEMORY (6 * WIRE + REPLAY + FRAME)
 
@@ -2099,9 +2100,12 @@ static int name_socket(struct address *a, const char *name)
 	return 2 + 9 + n;
 }
 
+static long accept_next; /* no descriptor was free for a channel: when to try again. It waits at the listener meanwhile */
+
 static void welcome(int listener)
 {
 	long fd = K(accept4, listener, 0, 0, O_CLOEXEC | O_NONBLOCK);
+	if (fd < 0 && fd != -EAGAIN && fd != -EINTR && fd != -ECONNABORTED) accept_next = now_ms() + BLIND_MS;
 	if (fd < 0) return;
 	struct { int pid; u32 uid, gid; } peer = {0, 0, 0};
 	u32 size = sizeof peer;
@@ -2150,6 +2154,19 @@ static int answered(struct client *c, long now)
 	return (waiting || !living) && !c->filled && c->said == c->sent && c->from == c->to;
 }
 
+/* `ppoll` takes no more descriptors than may be open, and a root in the sandbox may lower that limit for us, for good. Then
+ * all of them are tried every BLIND_MS, which none of them blocks: as slow as that, and never as busy as a loop that does
+ * not wait. */
+static void wait_for(struct pollfd *w, int n, long left)
+{
+	struct { long sec, nsec; } t = {left / 1000, left % 1000 * 1000000};
+	if (K(ppoll, w, n, left < 0 ? 0 : (void *)&t, 0, 0) != -EINVAL) return;
+	if (left < 0 || left > BLIND_MS) left = BLIND_MS;
+	t.sec = 0; t.nsec = left * 1000000;
+	K(ppoll, 0, 0, &t, 0, 0);
+	for (int i = 0; i < n; i++) w[i].revents = w[i].fd >= 0 ? w[i].events : 0;
+}
+
 static void sooner(long *wake, long at) { if (!*wake || at < *wake) *wake = at; }
 
 static __attribute__((noreturn)) void serve(int listener)
@@ -2168,7 +2185,9 @@ static __attribute__((noreturn)) void serve(int listener)
 		if (over && (!readers || now - over > LAST_MS)) leave(last_code);
 		if (over) sooner(&wake, over + LAST_MS + 1);
 		w[0] = (struct pollfd){.fd = signals, .events = POLLIN};
-		w[1] = (struct pollfd){.fd = listener, .events = POLLIN};
+		if (accept_next && now >= accept_next) accept_next = 0;
+		if (accept_next) sooner(&wake, accept_next);
+		w[1] = (struct pollfd){.fd = accept_next ? -1 : listener, .events = POLLIN};
 		for (int i = 0; i < CLIENTS; i++) {
 			struct client *c = &clients[i];
 			if (c->used && c->known && c->in < 0 && now - c->since > BOUND_MS) free_client(c);
@@ -2216,8 +2235,7 @@ static __attribute__((noreturn)) void serve(int listener)
 		if (ending) sooner(&wake, now + 10); /* what came in through the engine is no child of ours: look whether any is left */
 		long left = wake ? wake - now : -1;
 		if (wake && left < 0) left = 0;
-		struct { long sec, nsec; } t = {left / 1000, left % 1000 * 1000000};
-		K(ppoll, w, n, left < 0 ? 0 : (void *)&t, 0, 0);
+		wait_for(w, n, left);
 
 		int at = 2 + 3 * CLIENTS;
 		for (int i = 0; i < COMMANDS && at < n; i++) {

@@ -21,7 +21,7 @@ from lowtide.errors import (
     ResourceExhaustedError,
     SandboxUnavailableError,
 )
-from lowtide.providers.inside.channel import Channel, Opener, Spent
+from lowtide.providers.inside.channel import Asleep, Channel, Opener, Spent
 
 HEAD = struct.Struct("<LQQ")
 GREETING = struct.Struct("<8s16sQBQ")
@@ -37,6 +37,13 @@ _LONGEST_LINE = 64 * 1024
 BOUND_SECONDS = 100.0
 """How long a channel may stay broken. The program waits a little longer before it forgets."""
 _GREETING_SECONDS = 30.0
+_QUIET_SECONDS = 15.0
+"""While a caller waits: how long nothing may arrive before the program is asked whether it is there."""
+_UNANSWERED = 2
+"""For how many times `_QUIET_SECONDS` that question may stay unanswered. Then the channel counts as broken, at the
+latest `SILENT_SECONDS` after its last byte: a firewall that drops packets, or a laptop that slept, reports no end."""
+SILENT_SECONDS = _QUIET_SECONDS * (2 + _UNANSWERED)
+_ASLEEP_SECONDS = 1.0  # between two tries to reach a sandbox that is paused
 
 
 class Link:
@@ -54,9 +61,11 @@ class Link:
         sandbox_id: str,
         bound_seconds: float = BOUND_SECONDS,
         busy: Callable[[], bool] = lambda: True,
+        question: bytes = b"",
     ) -> None:
-        """`busy`: whether somebody waits for what is still to come."""
-        self._busy = busy
+        """`busy`: whether somebody waits for what is still to come. `question`: what the program answers whenever it
+        is there; sent when nothing else arrives. Empty: a silent channel is not noticed."""
+        self._busy, self._question = busy, question
         self._opener, self._key, self._text = opener, key, text
         self._on_data, self._on_lost = on_data, on_lost
         self._context: dict[str, Any] = {"provider": provider, "sandbox_id": sandbox_id}
@@ -71,6 +80,7 @@ class Link:
         self._running: asyncio.Task[None] | None = None
         self._channel: Channel | None = None
         self._welcomed = False
+        self._heard = False  # since the heartbeat looked last
         self.error: LowtideError | None = None
         self.pid: int | None = None
         """Of the program, in its own pid namespace; known after the first answer."""
@@ -133,6 +143,13 @@ class Link:
             try:
                 await self._connect()
                 await self._carry()
+            except Asleep as error:
+                failure = error
+                if self._proof is None:
+                    break
+                broken_since = None  # it is resumed or destroyed some day: its commands wait with it
+                await asyncio.sleep(_ASLEEP_SECONDS)
+                continue
             except LowtideError as error:
                 failure = error
                 if self._proof is None or not _passing(error):
@@ -144,7 +161,8 @@ class Link:
             except Exception as error:  # a defect on the way there: said, not waited for
                 failure = error
                 break
-            if self._welcomed and (progress != (self._taken, self._received) or loop.time() - opened > 1):
+            lasted = loop.time() - opened > 1 and not isinstance(failure, _Silent)
+            if self._welcomed and (progress != (self._taken, self._received) or lasted):
                 broken_since, pause = None, 0.01  # one that only greets is as broken as one that does not
             self._drop()
             if self._proof is None or self.error is not None:
@@ -184,20 +202,53 @@ class Link:
             self._sent = 0
             first += self._packets()
         self._work.clear()
-        async with asyncio.timeout(_GREETING_SECONDS):
+        async with asyncio.timeout(self._greeting_seconds):
             self._channel = await self._opener(first)
 
+    @property
+    def _greeting_seconds(self) -> float:
+        """For one try. After a break there is time for several within the bound: one of them may meet a connection
+        that is as silent as the last one."""
+        if self._proof is None:
+            return _GREETING_SECONDS
+        return min(_GREETING_SECONDS, max(1.0, self._bound_seconds / 3))
+
     async def _carry(self) -> None:
-        """Until the channel breaks."""
+        """Until the channel breaks, or is silent though the program was asked."""
         channel = self._channel
         assert channel is not None
-        talking = asyncio.get_running_loop().create_task(self._talk(channel))
+        loop = asyncio.get_running_loop()
+        limit = asyncio.timeout(None)
+        tasks = [loop.create_task(self._talk(channel)), loop.create_task(self._beat(limit))]
         try:
-            await self._listen(channel)
+            async with limit:
+                await self._listen(channel)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            words = (
+                f"nothing arrived for {_QUIET_SECONDS * _UNANSWERED:g} seconds though the program was asked"
+            )
+            raise _Silent(words) from error
         finally:
-            talking.cancel()
-            # Not `await talking`: its cancellation and ours would look alike, and a loop that ends cancels once.
-            await asyncio.wait([talking])
+            for task in tasks:
+                task.cancel()
+            # Not `await task`: its cancellation and ours would look alike, and a loop that ends cancels once.
+            await asyncio.wait(tasks)
+
+    async def _beat(self, limit: asyncio.Timeout) -> None:
+        """Ask when nothing has arrived, and give the channel up when no answer does. Counted in looks and not by the
+        clock: a process that was stopped for an hour has not waited for an answer."""
+        quiet = 0
+        while self._question:
+            await asyncio.sleep(_QUIET_SECONDS)
+            quiet = 0 if self._heard or not self._welcomed or not self._busy() else quiet + 1
+            self._heard = False
+            if quiet == 1 and self.error is None:
+                self.write(self._question)
+            elif quiet > _UNANSWERED:
+                limit.reschedule(asyncio.get_running_loop().time())
+                return
 
     def _drop(self) -> None:
         channel, self._channel = self._channel, None
@@ -234,7 +285,7 @@ class Link:
 
     async def _listen(self, channel: Channel) -> None:
         buffer = bytearray()
-        greeted = asyncio.get_running_loop().time() + _GREETING_SECONDS
+        greeted = asyncio.get_running_loop().time() + self._greeting_seconds
         while True:
             if self._welcomed:
                 data = await channel.receive()
@@ -243,6 +294,7 @@ class Link:
                     data = await channel.receive()
             if not data:
                 raise EOFError(_noise(buffer) or "it ended")
+            self._heard = True
             buffer += data
             if self._text:
                 self._lines(buffer)
@@ -342,6 +394,10 @@ class Link:
             retryable=False,
             **self._context,
         )
+
+
+class _Silent(TimeoutError):
+    """The channel is open and carries nothing."""
 
 
 def _passing(error: LowtideError) -> bool:

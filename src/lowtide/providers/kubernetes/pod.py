@@ -79,8 +79,7 @@ def check(spec: SandboxSpec) -> None:
     namespace = options_of(spec).namespace
     if namespace is not None and not _DNS_LABEL.fullmatch(namespace):
         raise _wrong("namespace", f"{namespace!r} is no namespace name")
-    if program.KEY in spec.environment:
-        raise _wrong("environment_variables", f"{program.KEY} is lowtide's own")
+    program.check_variables(spec.environment)
     if spec.isolation is not None and options_of(spec).runtime_class not in (None, spec.isolation.value):
         words = f"isolation={spec.isolation.value!r} is a runtime class, and provider_options name another"
         raise _wrong("isolation", words)

@@ -48,7 +48,7 @@ class KubernetesProvider(hosted.Hosted):
         Capability.MEMORY_LIMIT,
         Capability.GVISOR,  # the runtime class of that name; a cluster without it refuses the pod
         Capability.NETWORK_NONE,  # by NetworkPolicy: the cluster's network plug-in enforces it
-        Capability.NETWORK_FULL,
+        Capability.NETWORK_INTERNET,
         Capability.LIFETIME,
         Capability.RENEW,  # by the program's clock: the API lets activeDeadlineSeconds only be lowered
     }

@@ -62,8 +62,11 @@ class LocalCalls:
         calls = self._calls(sandbox_id)
         return await calls.write_file_at(sandbox_id, _absolute(path), chunks, mode=mode, modified=modified)
 
-    async def read_into(self, sandbox_id: str, path: str, descriptor: int) -> int:
-        return await self._calls(sandbox_id).read_into(sandbox_id, _absolute(path), descriptor)
+    async def read_into(
+        self, sandbox_id: str, path: str, descriptor: int, *, max_bytes: int | None = None
+    ) -> int:
+        calls = self._calls(sandbox_id)
+        return await calls.read_into(sandbox_id, _absolute(path), descriptor, max_bytes=max_bytes)
 
     async def write_from(
         self, sandbox_id: str, path: str, descriptor: int, *, mode: int | None = None

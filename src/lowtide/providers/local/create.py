@@ -65,12 +65,17 @@ class Launch:
     ) -> None:
         self.prerequisites, self.client, self.directory = prerequisites, client, directory
         self.spec, self.base_layers = spec, base_layers
-        self.network = spec.network is not None and spec.network.mode is NetworkMode.FULL
+        self.network = spec.network is not None and spec.network.mode is NetworkMode.HOST
         self.key = program.new_key() if spec.isolation is not None else None
         """Opens a channel to the program inside, where gVisor is around the sandbox."""
         by_rlimit = frozenset() if prerequisites.owner is not None else frozenset({"pids"})
         below = {group.place.parent: group.path for group in prerequisites.bound}
-        self.groups = cgroups.plan(spec.lease_id, spec.limits, below=below, without=by_rlimit)
+        limits = spec.limits
+        if limits.pids is not None and spec.network is not None and spec.network.proxied:
+            from lowtide.providers.local.network import limits_with_proxy
+
+            limits = limits_with_proxy(limits)
+        self.groups = cgroups.plan(spec.lease_id, limits, below=below, without=by_rlimit)
         if spec.limits.disk_bytes is not None:
             disk.check(prerequisites.owner)
 

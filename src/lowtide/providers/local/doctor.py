@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -86,13 +87,21 @@ def _bwrap(environ: Mapping[str, str]) -> Check:
 
 
 def _user_namespaces() -> Check:
-    """Tried in a child, because asking is the only sure way."""
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0 if ctypes.CDLL(None).unshare(_NEWUSER) == 0 else 1)
-    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0 and not _forbidden():
+    """Tried, because asking is the only sure way; in a process of its own, because only one without threads may."""
+    from lowtide.errors import MissingDependencyError
+
+    try:
+        tried = subprocess.run(isolated.command(__name__), check=False)
+    except (MissingDependencyError, OSError) as error:
+        return Check(name="user namespaces", ok=False, why=f"not tried: {error}", fix="set LOWTIDE_PYTHON")
+    if tried.returncode == 0 and not _forbidden():
         return Check(name="user namespaces", ok=True, why="allowed")
     return Check(name="user namespaces", ok=False, why="this machine forbids them", fix=_namespace_fix())
+
+
+def main() -> int:
+    """In that process: whether it may have a user namespace, as the exit code."""
+    return 0 if ctypes.CDLL(None).unshare(_NEWUSER) == 0 else 1
 
 
 def _forbidden() -> list[str]:

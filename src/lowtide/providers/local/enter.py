@@ -24,6 +24,7 @@ _MARKER = "LOWTIDE_PROCESS"
 _COMMAND_STARTER_SECONDS = 3.0
 _KEPT = b"+"  # as the spawner marks the sandbox's environment
 # Namespaces to join: user, pid, mount, ipc, uts, cgroup; and the network where it is the sandbox's own.
+_HOST_NETWORKS = (NetworkMode.HOST, "full")  # "full" is in the records of sandboxes from before 0.9
 _NAMESPACES, _FILE_NAMESPACES, _NETWORK = 0x3E020000, 0x10020000, 0x40000000
 
 
@@ -123,7 +124,7 @@ class Entrance:
             environment=environment,
             working_dir=spec["working_dir"],
             pids=spec["pids"],
-            network=spec["network"] == NetworkMode.FULL,
+            network=spec["network"] in _HOST_NETWORKS,
             groups=spec["cgroups"],
         )
 

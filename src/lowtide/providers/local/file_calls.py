@@ -54,8 +54,10 @@ class FileCalls:
     ) -> int:
         return await files.write_file(self._entrance.inside(sandbox_id), path, chunks, mode, modified)
 
-    async def read_into(self, sandbox_id: str, path: str, descriptor: int) -> int:
-        return await files.read_into(self._entrance.inside(sandbox_id), path, descriptor)
+    async def read_into(
+        self, sandbox_id: str, path: str, descriptor: int, *, max_bytes: int | None = None
+    ) -> int:
+        return await files.read_into(self._entrance.inside(sandbox_id), path, descriptor, max_bytes)
 
     async def write_from(
         self, sandbox_id: str, path: str, descriptor: int, *, mode: int | None = None

@@ -11,7 +11,8 @@ import os
 import posixpath
 import socket
 import stat as modes
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Iterator
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -25,6 +26,13 @@ from lowtide.trees.holes import copy_data
 _CHUNK = 1 << 20
 _PIPE_BYTES = 1 << 20
 _UNDONE_SECONDS = 5.0
+_ANSWER_SECONDS = 60.0  # how long one step of a call may take inside
+_TREE_SECONDS = 1800.0  # the same where a whole tree is walked
+_AT_ONCE = 64
+"""How many calls of one process are opened at a time. Each has descriptors under way between processes while it is;
+a call that streams is counted only while it begins and while it ends, so that one can feed another."""
+_SHORT = (errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS)
+_AGAIN_SECONDS = 30.0
 _MOST_LISTED, _MOST_LISTED_BYTES = 100_000, 32 << 20  # what list_dir takes into memory
 
 _CLASSES: dict[int, type[errors.SandboxFileError]] = {
@@ -54,13 +62,36 @@ def file_error(code: int, why: str, path: str, sandbox_id: str) -> errors.Sandbo
     return kind(message, path=path, number=code, provider="local", sandbox_id=sandbox_id)
 
 
-async def answer(reply: Reply, path: str, sandbox_id: str) -> tuple[Message, list[int]]:
-    said = await reply.next()
+async def answer(
+    reply: Reply, path: str, sandbox_id: str, seconds: float | None = _ANSWER_SECONDS
+) -> tuple[Message, list[int]]:
+    """What the sandbox's side says. RequestTimeoutError when it says nothing for so long."""
+    try:
+        async with asyncio.timeout(seconds):
+            said = await reply.next()
+    except TimeoutError:
+        raise errors.RequestTimeoutError(
+            f"{path}: the file call was not answered within {seconds:.0f} s; it may still take effect. Look at what "
+            "keeps the sandbox busy (its CPU limit, its disk), and try again",
+            provider="local",
+            sandbox_id=sandbox_id,
+        ) from None
     if said is None:
         raise errors.SandboxUnavailableError(
-            "the file call was cut off", provider="local", sandbox_id=sandbox_id
+            f"{path}: the file call was cut off: the process that served it was killed, or the spawner has ended",
+            provider="local",
+            sandbox_id=sandbox_id,
+            retryable=True,
         )
     message, fds = said
+    if message.get("errno") in _SHORT:
+        raise errors.ResourceExhaustedError(
+            f"{path}: {message['why']}: too many descriptors are open in this process or on their way between "
+            "processes of this user; raise the limit (ulimit -n), or do less at once",
+            provider="local",
+            sandbox_id=sandbox_id,
+            retryable=True,
+        )
     if "errno" in message:
         if "below" in message:
             path = posixpath.join(path, message["below"])
@@ -68,9 +99,55 @@ async def answer(reply: Reply, path: str, sandbox_id: str) -> tuple[Message, lis
     return message, fds
 
 
+_slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
+
+
+def _slot() -> asyncio.Semaphore:
+    loop = asyncio.get_running_loop()
+    slots = _slots.get(loop)
+    if slots is None:
+        slots = _slots[loop] = asyncio.Semaphore(_AT_ONCE)
+    return slots
+
+
+async def _opened(inside: Caller, call: str, path: str, **details: Any) -> tuple[Reply, list[int]]:
+    """Begin a call that answers with a descriptor. Where none is left in this process, others' calls end first."""
+    loop = asyncio.get_running_loop()
+    until, pause = loop.time() + _AGAIN_SECONDS, 0.01
+    while True:
+        try:
+            async with _slot():
+                reply = await _ask(inside, call, [], path, **details)
+                try:
+                    return reply, (await answer(reply, path, inside.sandbox_id))[1]
+                except BaseException:
+                    reply.close()
+                    raise
+        except errors.ResourceExhaustedError as error:
+            if not error.retryable or loop.time() > until:
+                raise
+        await asyncio.sleep(pause)
+        pause = min(pause * 2, 0.5)
+
+
+async def _ask(inside: Caller, call: str, fds: list[int], path: str, **details: Any) -> Reply:
+    try:
+        return await inside(call, fds, path=path, **details)
+    except OSError as error:
+        if error.errno not in _SHORT or isinstance(error, errors.LowtideError):
+            raise
+        raise errors.ResourceExhaustedError(
+            f"{path}: no descriptor is left for a file call ({error.strerror}): raise the limit of this process "
+            "(ulimit -n), or do less at once",
+            provider="local",
+            sandbox_id=inside.sandbox_id,
+            retryable=True,
+        ) from error
+
+
 async def read_file(inside: Caller, path: str) -> AsyncIterator[bytes]:
-    with await inside("read", [], path=path) as reply:
-        _, fds = await answer(reply, path, inside.sandbox_id)
+    reply, fds = await _opened(inside, "read", path)
+    reply.close()
     with os.fdopen(fds[0], "rb", buffering=0) as file:
         left = os.fstat(fds[0]).st_size or None  # /proc and its like say 0 although there is something
         first = True
@@ -106,11 +183,11 @@ async def write_file(
     return written
 
 
-async def read_into(inside: Caller, path: str, descriptor: int) -> int:
-    with await inside("read", [], path=path) as reply:
-        _, fds = await answer(reply, path, inside.sandbox_id)
+async def read_into(inside: Caller, path: str, descriptor: int, max_bytes: int | None = None) -> int:
+    reply, fds = await _opened(inside, "read", path)
+    reply.close()
     try:
-        return await copy(fds[0], descriptor)
+        return await copy(fds[0], descriptor, max_bytes)
     finally:
         os.close(fds[0])
 
@@ -127,8 +204,8 @@ async def write_from(inside: Caller, path: str, descriptor: int, mode: int | Non
 @contextlib.asynccontextmanager
 async def _replacing(inside: Caller, path: str, mode: int | None) -> AsyncIterator[int]:
     """A new file inside, that takes the place of `path` when the block ends without an error."""
-    with await inside("write", [], path=path, mode=mode) as reply:
-        _, fds = await answer(reply, path, inside.sandbox_id)
+    reply, fds = await _opened(inside, "write", path, mode=mode)
+    with reply:
         try:
             yield fds[0]
         except BaseException:
@@ -140,7 +217,10 @@ async def _replacing(inside: Caller, path: str, mode: int | None) -> AsyncIterat
             raise
         finally:
             os.close(fds[0])
-        reply.socket.send(b"C")
+        with contextlib.suppress(
+            BrokenPipeError, ConnectionResetError
+        ):  # then there is no answer, which is said
+            reply.socket.send(b"C")
         await answer(reply, path, inside.sandbox_id)
 
 
@@ -154,12 +234,12 @@ def _disk_errors(inside: Caller, path: str) -> Iterator[None]:
         raise file_error(error.errno, os.strerror(error.errno), path, inside.sandbox_id) from error
 
 
-async def copy(source: int, target: int) -> int:
+async def copy(source: int, target: int, most: int | None = None) -> int:
     """All of one open file into another, in a thread, holes as holes. Both stay open."""
     stopped = False
 
     def work() -> int:
-        return copy_data(source, target, lambda: stopped)
+        return copy_data(source, target, lambda: stopped, most)
 
     copying = asyncio.ensure_future(in_thread(work))
     try:
@@ -171,14 +251,15 @@ async def copy(source: int, target: int) -> int:
 
 
 async def stat(inside: Caller, path: str) -> FileEntry:
-    with await inside("stat", [], path=path) as reply:
-        message, _ = await answer(reply, path, inside.sandbox_id)
+    async with _slot():
+        with await _ask(inside, "stat", [], path) as reply:
+            message, _ = await answer(reply, path, inside.sandbox_id)
     return _entry(message["entry"], path)
 
 
 async def list_dir(inside: Caller, path: str) -> list[FileEntry]:
     lines, count = bytearray(), 0
-    async with contextlib.aclosing(_stream_out(inside, "list", path)) as chunks:
+    async with _slot(), contextlib.aclosing(_stream_out(inside, "list", path)) as chunks:
         async for chunk in chunks:
             lines += chunk
             count += chunk.count(b"\n")
@@ -196,8 +277,10 @@ async def list_dir(inside: Caller, path: str) -> list[FileEntry]:
 
 
 async def simple(inside: Caller, call: str, path: str, **details: Any) -> None:
-    with await inside(call, [], path=path, **details) as reply:
-        await answer(reply, path, inside.sandbox_id)
+    seconds = _TREE_SECONDS if details.get("recursive") else _ANSWER_SECONDS
+    async with _slot():
+        with await _ask(inside, call, [], path, **details) as reply:
+            await answer(reply, path, inside.sandbox_id, seconds)
 
 
 def read_tree(inside: Caller, path: str) -> AsyncIterator[bytes]:
@@ -211,7 +294,7 @@ async def _stream_out(inside: Caller, call: str, path: str) -> AsyncGenerator[by
         with contextlib.suppress(OSError):
             fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         try:
-            reply = await inside(call, [theirs], path=path)
+            reply = await _ask(inside, call, [theirs], path)
         finally:
             os.close(theirs)
         with reply:
@@ -219,7 +302,7 @@ async def _stream_out(inside: Caller, call: str, path: str) -> AsyncGenerator[by
                 try:
                     data = os.read(ours, _CHUNK)
                 except BlockingIOError:
-                    await readable(ours)
+                    await _within(readable(ours), path, inside.sandbox_id)
                     continue
                 if not data:
                     break
@@ -236,21 +319,32 @@ async def write_tree(inside: Caller, path: str, chunks: AsyncIterable[bytes]) ->
         with contextlib.suppress(OSError):
             fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         try:
-            reply = await inside("write_tree", [theirs], path=path)
+            reply = await _ask(inside, "write_tree", [theirs], path)
         finally:
             os.close(theirs)
         with reply:
             try:
                 async for chunk in chunks:
-                    await _write_all(ours, chunk)
+                    await _within(_write_all(ours, chunk), path, inside.sandbox_id)
             except BrokenPipeError:
                 pass  # the other end has stopped reading and says why
             os.close(ours)
             ours = -1
-            await answer(reply, path, inside.sandbox_id)
+            await answer(reply, path, inside.sandbox_id, _TREE_SECONDS)
     finally:
         if ours >= 0:
             os.close(ours)
+
+
+async def _within(step: Awaitable[None], path: str, sandbox_id: str) -> None:
+    """One step of a stream. A tree can be walked for long without a byte, but not for ever."""
+    try:
+        async with asyncio.timeout(_TREE_SECONDS):
+            await step
+    except TimeoutError:
+        raise errors.RequestTimeoutError(
+            f"{path}: nothing has moved for {_TREE_SECONDS:.0f} s", provider="local", sandbox_id=sandbox_id
+        ) from None
 
 
 async def _write_all(fd: int, data: bytes) -> None:

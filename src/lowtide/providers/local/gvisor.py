@@ -53,7 +53,8 @@ def find(environ: Mapping[str, str]) -> str:
 
 LACKS = frozenset(
     {
-        Capability.NETWORK_FULL,  # gVisor has a network of its own, and none is set up for it
+        Capability.NETWORK_INTERNET,  # gVisor has a network of its own, and none is set up for it
+        Capability.NETWORK_HOST,
         Capability.NETWORK_ALLOW,
         Capability.NETWORK_PORTS,
         Capability.PIDS_LIMIT,  # gVisor counts none, and its own processes are not the sandbox's

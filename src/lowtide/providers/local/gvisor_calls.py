@@ -89,12 +89,16 @@ class GvisorCalls(Calls):
         finally:
             await process.aclose()
 
-    async def read_into(self, sandbox_id: str, path: str, descriptor: int) -> int:
+    async def read_into(
+        self, sandbox_id: str, path: str, descriptor: int, *, max_bytes: int | None = None
+    ) -> int:
         count = 0
         with os.fdopen(os.dup(descriptor), "wb", buffering=_BLOCK) as file:
             async for chunk in self.read_file(sandbox_id, path):
                 holes.write_or_skip(file, chunk)
                 count += len(chunk)
+                if max_bytes is not None and count > max_bytes:
+                    break
             holes.finish(file)
         return count
 

@@ -1,4 +1,7 @@
-"""Pausing a sandbox: every process in it stopped, and continued again."""
+"""Pausing a sandbox: every process in it stopped, and continued again.
+
+By signals: a timer that sends SIGCONT wakes its process while the sandbox is paused. docs/security.md says so.
+"""
 
 from __future__ import annotations
 

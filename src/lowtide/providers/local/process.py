@@ -9,6 +9,7 @@ import fcntl
 import os
 import struct
 import termios
+import time
 from collections.abc import AsyncIterator, Iterator
 
 from lowtide.errors import (
@@ -20,9 +21,12 @@ from lowtide.errors import (
 )
 from lowtide.providers.base import STDERR, STDOUT, TerminalSize
 from lowtide.providers.local.sandbox_directory import ProcessMark
+from lowtide.providers.local.spawner.end_tree import end_tree, open_processes
 from lowtide.providers.local.spawner_client import CommandStarter, Message, Reply, SpawnerClient
 
 _CHUNK = 1 << 16
+_SPAWNER_SECONDS = 3.0
+"""How long the spawner may take to say that a command has ended, after the grace; then it is done without it."""
 
 
 class LocalProcess:
@@ -259,30 +263,59 @@ class LocalProcess:
             await self._starter.tell({"op": "signal", "key": self._key, "number": number})
 
     async def terminate(self, grace_seconds: float) -> None:
+        """Returns when nothing of the command runs any more; SandboxUnavailableError when that is not known."""
         # Asked again while the command lives: a process that is just executing another program shows
         # an empty environment, so one look for the mark can miss it.
         until = self._loop.time() + grace_seconds + 10
         while not self._exit.done() and self._loop.time() < until:
-            await self._terminate_once(grace_seconds)
+            if not await self._terminate_once(grace_seconds):
+                return  # nothing of it lives; with no spawner there is nobody to say how it ended
             await asyncio.wait([self._exit], timeout=0.2)
-        if self._exit.done():
-            await self._terminate_once(grace_seconds)  # what outlived the command
+        if not self._exit.done():
+            raise self._may_still_run("it was killed and has not ended")
+        await self._terminate_once(grace_seconds)  # what outlived the command
 
-    async def _terminate_once(self, grace_seconds: float) -> None:
+    async def _terminate_once(self, grace_seconds: float) -> bool:
+        """Whether the spawner did it, which then says how the command ended."""
         pidfd = self._inner.open()
         if pidfd is None:
             await asyncio.wait([self._exit], timeout=10)
-            return
+            return False
         try:
             message = {
                 "op": "terminate",
                 "mark": self._mark,
                 "grace": grace_seconds,
             }
-            with await self._client.request(message, [pidfd]) as reply:
-                await reply.next()
+            try:
+                async with asyncio.timeout(grace_seconds + _SPAWNER_SECONDS):
+                    with await self._client.request(message, [pidfd]) as reply:
+                        said = await reply.next()
+            except (SandboxUnavailableError, ResourceExhaustedError, TimeoutError, OSError):
+                said = None
+            if said is None or "ok" not in said[0]:
+                await self._terminate_from_here(pidfd, grace_seconds)
+                return False
+            return True
         finally:
             os.close(pidfd)
+
+    async def _terminate_from_here(self, pidfd: int, grace_seconds: float) -> None:
+        """The same without the spawner, which has ended or does not answer."""
+        try:
+            await asyncio.to_thread(_end_tree, os.dup(pidfd), self._mark, grace_seconds)
+        except ProcessLookupError:
+            return  # the sandbox has ended, and everything in it
+        except OSError as error:
+            if self._inner.alive():
+                raise self._may_still_run(error.strerror or str(error)) from error
+
+    def _may_still_run(self, why: str) -> SandboxUnavailableError:
+        return SandboxUnavailableError(
+            f"the command may still run: {why}. stop() the sandbox to be sure",
+            provider="local",
+            sandbox_id=self._sandbox_id,
+        )
 
     async def aclose(self) -> None:
         if not self._exit.done():
@@ -295,6 +328,19 @@ class LocalProcess:
         self._stdin = None
         for fd in list(self._streams):
             self._drop(fd)
+
+
+def _end_tree(pidfd: int, mark: str, grace_seconds: float) -> None:
+    try:
+        processes = open_processes(pidfd)
+        try:
+            for grace in (grace_seconds, 0.0):  # a process between two programs shows no mark for a moment
+                end_tree(processes, mark, grace)
+                time.sleep(0.02)
+        finally:
+            os.close(processes)
+    finally:
+        os.close(pidfd)
 
 
 def gone(sandbox_id: str, message: str = "the sandbox has ended", reason: str = "ended") -> SandboxGone:

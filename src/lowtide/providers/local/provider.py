@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import contextlib
 import functools
 import hashlib
@@ -14,6 +15,7 @@ from typing import Any, ClassVar, Self
 from lowtide.errors import SandboxGone, SandboxNotFoundError, UnsupportedError
 from lowtide.providers.base import (
     Capability,
+    DeniedConnection,
     Recovery,
     SandboxInfo,
     SandboxSpec,
@@ -47,6 +49,7 @@ from lowtide.providers.local.sandbox_directory import (
 )
 from lowtide.providers.local.snapshots import SnapshotStore
 from lowtide.providers.local.spawner_client import SpawnerClient
+from lowtide.providers.network.denied import DeniedFiles
 
 # When the next one is prepared: a while after a create, so that its first command comes first; a moment after an
 # end, so that its caller hears of that first.
@@ -72,9 +75,11 @@ class LocalProvider(LocalCalls):
             Capability.PIDS_LIMIT,
             Capability.DISK_LIMIT,
             Capability.NETWORK_NONE,
-            Capability.NETWORK_FULL,
+            Capability.NETWORK_INTERNET,
+            Capability.NETWORK_HOST,
             Capability.NETWORK_ALLOW,
             Capability.NETWORK_PORTS,
+            Capability.DENIED_CONNECTIONS,
             Capability.GVISOR,  # where runsc is installed
             Capability.PORTS,
             Capability.SNAPSHOT,
@@ -104,11 +109,16 @@ class LocalProvider(LocalCalls):
         self._prerequisites = Prerequisites(self.home, self._environ, options)
         self._entrance = Entrance(self._prerequisites, self._directory)
         self._rooms = rooms.Rooms(self._prerequisites)
+        self._denied = DeniedFiles(self.home / "denied")
         super().__init__(self._entrance, self._prerequisites.owner)
 
     @property
     def images(self) -> ImageStore:
         return self._prerequisites.images
+
+    async def has_image(self, image: str) -> bool:
+        """Whether `image` is in the image store."""
+        return await asyncio.to_thread(self.images.image, image) is not None
 
     @property
     def snapshots(self) -> SnapshotStore:
@@ -163,12 +173,12 @@ class LocalProvider(LocalCalls):
                     await self._gvisor_calls.wait_ready(directory.sandbox_id)
                 except SandboxGone:
                     inner = ProcessMark(inner.pid, 0)  # its main command has ended already
-            if spec.network is not None and spec.network.allow and inner.start_time:
+            if spec.network is not None and spec.network.proxied and inner.start_time:
                 from lowtide.providers.local import network
 
-                await network.open_way(
-                    directory, inner, spec.network.allow, self._entrance.inside(directory.sandbox_id)
-                )
+                denied = self._denied.prepare(directory.sandbox_id)
+                inside = self._entrance.inside(directory.sandbox_id)
+                await network.connect(directory, inner, spec.network, denied, inside)
         except BaseException:
             self._entrance.forget(directory.sandbox_id)
             await asyncio.shield(
@@ -249,8 +259,13 @@ class LocalProvider(LocalCalls):
             # Somebody has removed its directory and not the sandbox.
             await asyncio.to_thread(destroy.kill, None, inner, sandbox_id)
             ended = True
+        self._denied.settle(sandbox_id)
         asyncio.get_running_loop().call_later(_AFTER_END_SECONDS, self._prepare, self._prerequisites.client)
         return ended
+
+    async def denied_connections(self, sandbox_id: str) -> builtins.list[DeniedConnection]:
+        """What its network setting refused, oldest first; also after its end, for a week."""
+        return self._denied.read(sandbox_id) if valid_id(sandbox_id) else []
 
     async def _grace_left(self, directory: SandboxDirectory, grace_seconds: float) -> float:
         """What is not used up yet: gVisor's processes are not the ones to be asked, so those inside were."""

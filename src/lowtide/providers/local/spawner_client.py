@@ -5,9 +5,11 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import errno
 import itertools
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -17,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from lowtide import engine, isolated, threads
-from lowtide.errors import SandboxFailedError, SandboxUnavailableError
+from lowtide.errors import ResourceExhaustedError, SandboxFailedError, SandboxUnavailableError
 from lowtide.providers.local.wait_readable import readable
 
 _LONGEST = 60_000  # bytes that surely fit one packet
+_SEND_SECONDS = 20.0
+_MAY_PASS = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)
 Message = dict[str, Any]
 _clients: weakref.WeakSet[SpawnerClient] = weakref.WeakSet()
 _command_starters: weakref.WeakSet[CommandStarter] = weakref.WeakSet()
@@ -43,13 +47,17 @@ class Reply:
     def take(self) -> tuple[Message, list[int]] | None:
         """The same without waiting: BlockingIOError when there is none yet."""
         try:
-            data, ancillary, _, _ = self.socket.recvmsg(65536, 256, socket.MSG_CMSG_CLOEXEC)
+            data, ancillary, flags, _ = self.socket.recvmsg(65536, 256, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:
             return None
         fds: list[int] = []
         for level, kind, payload in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 fds.extend(array.array("i", payload))
+        if flags & socket.MSG_CTRUNC:  # the kernel drops the descriptors that this process may not have
+            for fd in fds:
+                os.close(fd)
+            return {"errno": errno.EMFILE, "why": os.strerror(errno.EMFILE)}, []
         return (json.loads(data), fds) if data else None
 
     def close(self) -> None:
@@ -220,17 +228,26 @@ class SpawnerClient:
         control = self._control
         if control is None:
             raise SandboxUnavailableError("the local spawner has ended", provider="local")
+        until = asyncio.get_running_loop().time() + _SEND_SECONDS
         with _packet(message, fds) as (data, ancillary):
             while True:
                 try:
-                    control.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
+                    _sendmsg(control, data, ancillary)
                     return
                 except BlockingIOError:
                     # Rare: a burst. Waiting by turns is simpler than several writers on one descriptor.
                     await asyncio.sleep(0.001)
                 except OSError as error:
-                    self.close()
-                    raise SandboxUnavailableError("the local spawner has ended", provider="local") from error
+                    if error.errno not in _MAY_PASS:
+                        self.close()
+                        raise SandboxUnavailableError(
+                            "the local spawner has ended", provider="local"
+                        ) from error
+                    if asyncio.get_running_loop().time() > until:
+                        raise _too_many(error) from error
+                    await asyncio.sleep(0.02)
+                if self._control is not control:
+                    raise SandboxUnavailableError("the local spawner has ended", provider="local")
 
     def close(self) -> None:
         """Let the spawner end. Its sandboxes go on; commands it started lose their reporter."""
@@ -288,16 +305,41 @@ class CommandStarter:
     def _send(self, message: Message, fds: Sequence[int]) -> bool:
         with _packet(message, fds) as (data, ancillary):
             try:
-                self._socket.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
+                _sendmsg(self._socket, data, ancillary)
                 return True
-            except BlockingIOError:
-                return False
-            except OSError:
-                self.gone = True
+            except OSError as error:
+                self.gone = error.errno not in (*_MAY_PASS, errno.EAGAIN)
                 return False
 
     def close(self) -> None:
         self._socket.close()
+
+
+def _sendmsg(sock: socket.socket, data: bytes, ancillary: list[tuple[int, int, array.array[int]]]) -> None:
+    """With as many descriptors under way as this process may have open, whoever sent them, the kernel takes no more.
+
+    A sandbox of an ordinary user can have caused that, up to its own limit, which is below this process's hard one.
+    """
+    try:
+        sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
+    except OSError as error:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if error.errno != errno.ETOOMANYREFS or soft == hard:
+            raise
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        try:
+            sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def _too_many(error: OSError) -> ResourceExhaustedError:
+    return ResourceExhaustedError(
+        f"nothing can be asked of the local spawner now ({error.strerror}): too many descriptors of this user are "
+        "on their way between processes. End the program or the sandbox that holds them, and try again",
+        provider="local",
+        retryable=True,
+    )
 
 
 @contextlib.contextmanager
@@ -322,7 +364,7 @@ def _packet(
 def _hand_over(spare: socket.socket, message: Message, fds: Sequence[int]) -> bool:
     with _packet(message, fds) as (data, ancillary):
         try:
-            spare.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
+            _sendmsg(spare, data, ancillary)
             return True
         except OSError:
             return False  # somebody has killed it

@@ -108,7 +108,7 @@ def _main(spec: SandboxSpec, lifetime: int, timeout: int) -> tuple[str, ...]:
 
 def _network(spec: SandboxSpec, options: ModalOptions) -> dict[str, Any]:
     network = spec.network
-    if network is None or network.mode is NetworkMode.FULL:
+    if network is None or network.mode is NetworkMode.INTERNET:
         return {}
     if network.mode is NetworkMode.NONE:
         # Blocked altogether, it could have no port with an address either.

@@ -9,7 +9,6 @@ from lowtide.providers.inside import program
 
 TERMINATED = 137
 """The return code of a sandbox that was terminated."""
-LONGEST_ID = 200
 
 
 def info(sandbox_id: str, tags: Mapping[str, str], code: int | None) -> SandboxInfo:

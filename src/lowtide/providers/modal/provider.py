@@ -53,7 +53,7 @@ class ModalProvider(hosted.Hosted):
         Capability.CPU_LIMIT,
         Capability.MEMORY_LIMIT,
         Capability.NETWORK_NONE,
-        Capability.NETWORK_FULL,
+        Capability.NETWORK_INTERNET,
         Capability.NETWORK_ALLOW,
         Capability.LIFETIME,
         Capability.RENEW,
@@ -111,6 +111,8 @@ class ModalProvider(hosted.Hosted):
             image, known = create.image(modal, spec)
             image = self._images.setdefault(known, image) if known is not None else image
 
+        answers: dict[str, Any] = {}
+
         async def make(seconds: float) -> SandboxInfo:
             try:
                 work = modal.Sandbox.create.aio(*words, app=app, client=client, image=image, **given)
@@ -122,23 +124,31 @@ class ModalProvider(hosted.Hosted):
                 if found is None:
                     raise
                 return found
-            if not hosted.is_word(made.object_id) or len(made.object_id) > lookup.LONGEST_ID:
-                raise SandboxUnavailableError("Modal's answer names no sandbox", provider=PROVIDER)
-            self._keep(made, spec.lease_id)
-            found = self._made[made.object_id] = lookup.info(made.object_id, given["tags"], None)
-            if spec.command is None:
-                self._alone.add(made.object_id)
-                self._idle_main.add(made.object_id)
-            return found
+            answers[made.object_id] = made
+            return lookup.info(made.object_id, {}, None)
 
-        return await hosted.recovered(
+        async def read(sandbox_id: str) -> SandboxInfo:
+            """Modal's answer to a create has no tags."""
+            asking = answers[sandbox_id].get_tags.aio()
+            return lookup.info(sandbox_id, await SERVICE.call(_ASK_SECONDS, asking, "tags", sandbox_id), None)
+
+        info = await hosted.recovered(
             make,
             lambda: self.find(spec),
+            read,
             service=SERVICE,
-            lease_id=spec.lease_id,
+            labels=spec.labels,
             seconds=_CREATE_SECONDS,
             replay=True,
         )
+        sandbox = answers.get(info.sandbox_id)
+        if sandbox is not None:
+            self._keep(sandbox, spec.lease_id)
+            self._made[info.sandbox_id] = info
+            if spec.command is None:
+                self._alone.add(info.sandbox_id)
+                self._idle_main.add(info.sandbox_id)
+        return info
 
     def _keep(self, sandbox: Any, lease_id: str | None) -> None:
         self._sandboxes[sandbox.object_id] = sandbox
@@ -151,11 +161,11 @@ class ModalProvider(hosted.Hosted):
             self._access.app, spec.lease_id, environment_name=self._access.environment, client=client
         )
         try:
-            sandbox = await SERVICE.call(_ASK_SECONDS, looking, "find")
+            sandbox = await SERVICE.call(_ASK_SECONDS, looking, "find", spec.lease_id)
             tags = await SERVICE.call(_ASK_SECONDS, sandbox.get_tags.aio(), "tags", sandbox.object_id)
         except SandboxNotFoundError:
             return None
-        if tags.get("lowtide-ledger") != spec.labels.ledger_id:
+        if not hosted.is_id(sandbox.object_id) or not hosted.is_of_lease(tags, spec.labels):
             return None
         self._keep(sandbox, spec.lease_id)
         return lookup.info(sandbox.object_id, tags, None)

@@ -1,1 +1,1 @@
-"""The allow-list: what its entries mean, and the proxy that holds a sandbox to them. See docs/network.md."""
+"""The public internet or an allow-list: what they mean, and the proxy that enforces them. See docs/network.md."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from ipaddress import IPv4Address
 from typing import Any
 
 from lowtide.providers.network.policy import Address, address_of
 
-MOST_LOOKUPS = 32
+MOST_LOOKUPS = 8
+"""Threads that look names up. They count as processes of a sandbox whose control group holds the proxy."""
 
 
 async def of_system(name: str) -> list[Address]:
@@ -34,6 +36,14 @@ def _look_up(name: bytes) -> list[tuple[Any, ...]]:
 _lookups = ThreadPoolExecutor(MOST_LOOKUPS, thread_name_prefix="lowtide-lookup")
 
 
+def start_lookups() -> None:
+    """Start every thread now: later the sandbox's own processes may have used up its limit."""
+    together = threading.Barrier(MOST_LOOKUPS + 1)
+    for _ in range(MOST_LOOKUPS):
+        _lookups.submit(together.wait, 10.0)
+    together.wait(10.0)
+
+
 def is_own(address: Address) -> bool:
     """Whether it is one of this machine's own, whatever its number is: what goes there comes from there."""
     family = socket.AF_INET if isinstance(address, IPv4Address) else socket.AF_INET6
@@ -41,5 +51,15 @@ def is_own(address: Address) -> bool:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((str(address), 9))  # sends nothing
             return address_of(probe.getsockname()[0]) == address
+    except OSError:
+        return False
+
+
+def reaches_ipv6() -> bool:
+    """Whether this machine has a route to the IPv6 internet."""
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as probe:
+            probe.connect(("2001:4860:4860::8888", 9))  # sends nothing
+            return True
     except OSError:
         return False

@@ -14,11 +14,12 @@ _SERVER_NAME, _HOST_NAME = 0, 0
 
 _TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _REQUEST = re.compile(rb"([A-Z][A-Z-]{0,31}) ([\x21-\x7e]+) (HTTP/1\.[01])")
-_HTTP_START = re.compile(
-    rb"\s*(?:(?:GET|HEAD|POST|PUT|DELETE|OPTIONS|PATCH|TRACE|CONNECT|PRI) |[^\r\n]* HTTP/[0-9])"
-)
-# What can still become the first line of a request: the letters of a method, and no end of a line yet.
-_HALF_A_LINE = re.compile(rb"\s*(?:[!#$%&'*+.^_`|~0-9A-Za-z-][^\x00-\x08\x0a-\x1f\x7f]*)?")
+_METHOD_START = re.compile(rb"(?:GET|HEAD|POST|PUT|DELETE|OPTIONS|PATCH|TRACE|CONNECT|PRI) ")
+_VERSION = re.compile(rb" HTTP/[0-9]")
+_LONGEST_METHOD, _VERSION_LENGTH = len(b"OPTIONS "), len(b" HTTP/1")
+# A byte that cannot stand in the first line of a request, its end among them.
+_NOT_IN_A_LINE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_LINE_END = re.compile(rb"[\r\n]")
 _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 _DIGITS = re.compile(rb"[0-9]{1,15}")
 # They say how this one connection is used, and it ends after this request. An upgrade would turn it into
@@ -36,22 +37,102 @@ def looks_like_tls(data: bytes) -> bool:
     return data[:1] == b"\x16"
 
 
-def looks_like_http(data: bytes) -> bool | None:
-    """None while it cannot be told: whoever sends it byte by byte is not to get past."""
-    if _HTTP_START.match(data) is not None:
-        return True
-    if _HALF_A_LINE.fullmatch(data) is None:
-        return False
-    if len(data) > MOST_HEAD_BYTES:
-        raise RefusedBytesError("the first line is too long")
-    return None
+class HttpDetector:
+    """Whether a connection begins as an HTTP request, told from its bytes as they come. Reads each byte once."""
 
+    def __init__(self) -> None:
+        self.data = bytearray()
+        """Everything that was fed."""
+        self._start: int | None = None
+        """Where the first line begins, after white space."""
+        self._scanned = 0
 
-def server_name(data: bytes) -> str | None:
-    """The name in a ClientHello; None while it is not complete. RefusedBytesError: it is none, or names nobody."""
-    hello = _hello(data)
-    if hello is None:
+    def feed(self, data: bytes) -> bool | None:
+        """None while it cannot be told: a client that sends byte by byte does not get past."""
+        self.data += data
+        if self._start is None:
+            while self._scanned < len(self.data) and self.data[self._scanned] in b" \t\n\r\f\v":
+                self._scanned += 1
+            if self._scanned == len(self.data):
+                self._check_length()
+                return None
+            self._start = self._scanned
+            if _TOKEN.match(self.data, self._start, self._start + 1) is None:
+                return self._has_version(self._start)
+        if _METHOD_START.match(self.data, self._start, self._start + _LONGEST_METHOD) is not None:
+            return True
+        begin = max(self._start, self._scanned - _VERSION_LENGTH + 1)
+        if _NOT_IN_A_LINE.search(self.data, self._scanned) is not None:
+            return self._has_version(begin)
+        if _VERSION.search(self.data, begin) is not None:
+            return True
+        self._scanned = len(self.data)
+        self._check_length()
         return None
+
+    def _has_version(self, begin: int) -> bool:
+        """The last look, at what is there of the line: some server may read past a byte that has no place in it."""
+        end = _LINE_END.search(self.data, begin)
+        return _VERSION.search(self.data, begin, len(self.data) if end is None else end.start()) is not None
+
+    def _check_length(self) -> None:
+        if len(self.data) > MOST_HEAD_BYTES:
+            raise RefusedBytesError("the first line is too long")
+
+
+class HelloReader:
+    """The server name of a ClientHello, read from its bytes as they come. Reads each byte once."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        """Everything that was fed, to be sent on as it came."""
+        self._message = bytearray()
+        self._at = 0
+        self._left = 0
+        """Bytes of the current record that have not come yet."""
+
+    def feed(self, data: bytes) -> str | None:
+        """The name, or None while the ClientHello is not complete. RefusedBytesError: it is none, or names nobody."""
+        self.data += data
+        while self._at < len(self.data):
+            if self._left == 0:
+                self._begin_record()
+                if self._left == 0:
+                    break
+            part = self.data[self._at : self._at + self._left]
+            self._message += part
+            self._at += len(part)
+            self._left -= len(part)
+            body = self._body()
+            if body is not None:
+                return _name_in(body)
+        if len(self.data) > MOST_HELLO_BYTES:
+            raise RefusedBytesError("the ClientHello is too long")
+        return None
+
+    def _begin_record(self) -> None:
+        if self.data[self._at] != _HANDSHAKE:
+            raise RefusedBytesError("this is no TLS")
+        if self._at + 5 > len(self.data):
+            return
+        major, length = self.data[self._at + 1], int.from_bytes(self.data[self._at + 3 : self._at + 5], "big")
+        if major != 3 or not 0 < length <= 1 << 14:
+            raise RefusedBytesError("this is no TLS")
+        self._at += 5
+        self._left = length
+
+    def _body(self) -> bytes | None:
+        if len(self._message) < 4:
+            return None
+        if self._message[0] != _CLIENT_HELLO:
+            raise RefusedBytesError("the first message is no ClientHello")
+        wanted = 4 + int.from_bytes(self._message[1:4], "big")
+        if wanted > MOST_HELLO_BYTES:
+            raise RefusedBytesError("the ClientHello is too long")
+        return bytes(self._message[4:wanted]) if len(self._message) >= wanted else None
+
+
+def _name_in(hello: bytes) -> str:
     reader = _Reader(hello)
     reader.take(2 + 32)  # version, random
     reader.take(reader.number(1))  # session
@@ -71,34 +152,6 @@ def server_name(data: bytes) -> str | None:
     if len(found) != 1:
         raise RefusedBytesError("the ClientHello does not name exactly one server")
     return _text(found[0]).rstrip(".")
-
-
-def _hello(data: bytes) -> bytes | None:
-    """The ClientHello, put together from its records."""
-    message, at = b"", 0
-    while True:
-        if len(message) >= 4:
-            if message[0] != _CLIENT_HELLO:
-                raise RefusedBytesError("the first message is no ClientHello")
-            wanted = 4 + int.from_bytes(message[1:4], "big")
-            if wanted > MOST_HELLO_BYTES:
-                raise RefusedBytesError("the ClientHello is too long")
-            if len(message) >= wanted:
-                return message[4:wanted]
-        if at + 5 > len(data):
-            break
-        kind, major, length = data[at], data[at + 1], int.from_bytes(data[at + 3 : at + 5], "big")
-        if kind != _HANDSHAKE or major != 3 or not 0 < length <= 1 << 14:
-            raise RefusedBytesError("this is no TLS")
-        message += data[at + 5 : at + 5 + length]
-        if at + 5 + length > len(data):
-            break
-        at += 5 + length
-    if data and data[0] != _HANDSHAKE:
-        raise RefusedBytesError("this is no TLS")
-    if len(data) > MOST_HELLO_BYTES:
-        raise RefusedBytesError("the ClientHello is too long")
-    return None
 
 
 class _Reader:
@@ -130,13 +183,25 @@ class Request:
     """How many bytes of body follow; -1: chunks."""
 
 
-def request(data: bytes) -> tuple[Request, bytes] | None:
-    """The head and what came after it; None while it is not complete."""
-    head, end, rest = data.partition(b"\r\n\r\n")
-    if not end:
-        if len(data) > MOST_HEAD_BYTES:
-            raise RefusedBytesError("the head of the request is too long")
-        return None
+class RequestReader:
+    """The head of an HTTP request, read from its bytes as they come. Reads each byte once."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> tuple[Request, bytes] | None:
+        """The head and what came after it; None while it is not complete."""
+        begin = max(0, len(self._data) - 3)
+        self._data += data
+        end = self._data.find(b"\r\n\r\n", begin)
+        if end < 0:
+            if len(self._data) > MOST_HEAD_BYTES:
+                raise RefusedBytesError("the head of the request is too long")
+            return None
+        return _request(bytes(self._data[:end])), bytes(self._data[end + 4 :])
+
+
+def _request(head: bytes) -> Request:
     first, *lines = head.split(b"\r\n")
     if (
         len(head) > MOST_HEAD_BYTES
@@ -175,7 +240,7 @@ def request(data: bytes) -> tuple[Request, bytes] | None:
     if length < 0 and version == b"HTTP/1.0":
         raise RefusedBytesError("HTTP/1.0 has no chunks")
     packed = b"\r\n".join([b" ".join((method, target, version)), *kept, b"Connection: close", b"", b""])
-    return Request(head=packed, host=host, port=port, length=length), rest
+    return Request(head=packed, host=host, port=port, length=length)
 
 
 def chunk_length(line: bytes) -> int:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 
-from lowtide.providers.network.policy import STAND_INS
+from lowtide.providers.network.policy import STAND_INS, Address
 
 NAMESERVER = STAND_INS[1]  # any address in there would do: every query is redirected
-RESOLVER_FILE = (
-    f"# Answered by lowtide: names of this sandbox's allow-list.\nnameserver {NAMESERVER}\n".encode()
-)
+# The first line tells the hint for pip (local/python_environment.py) what the sandbox may reach.
+RESOLVER_FILES = {
+    "allow": f"# lowtide: names of this sandbox's allow-list\nnameserver {NAMESERVER}\n".encode(),
+    "internet": f"# lowtide: names of the public internet\nnameserver {NAMESERVER}\n".encode(),
+}
 _FIRST = 256  # the first of those that stand for names
 _MOST = 16_384
 _TTL_SECONDS = 60
-_A, _INTERNET = 1, 1
+_A, _AAAA, _INTERNET = 1, 28, 1
+_MOST_ADDRESSES = 8  # in one answer, so that it fits into a datagram
 _RESPONSE, _RECURSION_DESIRED, _RECURSION_AVAILABLE = 0x8000, 0x0100, 0x0080
 _REPORTED = 0x7800  # the operation code
 NO_ERROR, SERVER_FAILURE, NO_SUCH_NAME = 0, 2, 3
@@ -65,8 +69,12 @@ class Query:
     kind: int
 
     @property
-    def wants_address(self) -> bool:
+    def wants_ipv4(self) -> bool:
         return self.kind == _A
+
+    @property
+    def wants_ipv6(self) -> bool:
+        return self.kind == _AAAA
 
 
 def query(data: bytes) -> Query | None:
@@ -92,10 +100,13 @@ def query(data: bytes) -> Query | None:
     return Query(number=number, flags=flags, question=data[12 : at + 5], name=name, kind=kind)
 
 
-def answer(asked: Query, code: int, address: IPv4Address | None = None) -> bytes:
+def answer(asked: Query, code: int, addresses: Sequence[Address] = ()) -> bytes:
     """With NO_ERROR and no address: the name is there, and has nothing of this kind."""
     flags = _RESPONSE | _RECURSION_AVAILABLE | (asked.flags & _RECURSION_DESIRED) | code
-    head = struct.pack(">HHHHHH", asked.number, flags, 1, 1 if address else 0, 0, 0) + asked.question
-    if address is None:
-        return head
-    return head + struct.pack(">HHHIH", 0xC00C, _A, _INTERNET, _TTL_SECONDS, 4) + address.packed
+    records = [
+        struct.pack(">HHHIH", 0xC00C, asked.kind, _INTERNET, _TTL_SECONDS, len(address.packed))
+        + address.packed
+        for address in addresses[:_MOST_ADDRESSES]
+    ]
+    head = struct.pack(">HHHHHH", asked.number, flags, 1, len(records), 0, 0)
+    return head + asked.question + b"".join(records)

@@ -1,8 +1,9 @@
 """A sandbox's own network: routes and redirections in its namespace, and listeners that are served from outside.
 
-The namespace has no device but its loopback, so nothing leaves it whatever is set up here. The routes make the
-addresses of the allow-list local, and one rule of nf_tables turns every connection to them into one to the
-listener; the kernel remembers where it was meant to go. Anything else is unreachable at once.
+The namespace has no device but its loopback, so nothing leaves it whatever is set up here. The routes make every
+address local, and one rule of nf_tables turns every TCP connection into one to the listener; the kernel remembers
+where it was meant to go, and the proxy decides. A rule for UDP port 53 does the same for DNS queries. Any other
+datagram meets a closed port and is refused at once; a tap shows the proxy where it was meant to go.
 """
 
 from __future__ import annotations
@@ -14,13 +15,48 @@ import os
 import socket
 import struct
 from collections.abc import Callable
-from ipaddress import IPv4Network, IPv6Network
+from ipaddress import IPv4Network, ip_address, ip_network
 
-from lowtide.providers.network.policy import STAND_INS, Range
+from lowtide.providers.network.policy import Address, Range
 
 _NEWUSER, _NEWNET = 0x10000000, 0x40000000
 _SET_DUMPABLE = 4
 _BACKLOG = 128
+
+# Packet sockets, and the filters of the taps: (code, jump if true, jump if false, value)
+_ETHERNET_IPV4, _ETHERNET_IPV6 = 0x0800, 0x86DD
+_ATTACH_FILTER, _TAP_BYTES = 26, 1 << 16
+_BYTE, _HALF, _WORD, _HALF_AFTER_HEAD, _HEAD_LENGTH = 0x30, 0x28, 0x20, 0x48, 0xB1
+_IF_EQUAL, _IF_BITS, _RETURN = 0x15, 0x45, 0x06
+_TAP_IPV4: tuple[tuple[int, int, int, int], ...] = (
+    (_BYTE, 0, 0, 9),  # the protocol
+    (_IF_EQUAL, 0, 8, 17),
+    (_HALF, 0, 0, 6),  # the offset of a fragment: later ones have no ports
+    (_IF_BITS, 6, 0, 0x1FFF),
+    (_BYTE, 0, 0, 16),  # the target's first byte
+    (_IF_EQUAL, 4, 0, 127),
+    (_HEAD_LENGTH, 0, 0, 0),
+    (_HALF_AFTER_HEAD, 0, 0, 0),  # the source's port
+    (_IF_EQUAL, 1, 0, 53),
+    (_RETURN, 0, 0, 68),
+    (_RETURN, 0, 0, 0),
+)
+_TAP_IPV6: tuple[tuple[int, int, int, int], ...] = (
+    (_BYTE, 0, 0, 6),
+    (_IF_EQUAL, 0, 11, 17),
+    (_HALF, 0, 0, 40),
+    (_IF_EQUAL, 9, 0, 53),
+    (_WORD, 0, 0, 24),  # the target: all of ::1
+    (_IF_EQUAL, 0, 6, 0),
+    (_WORD, 0, 0, 28),
+    (_IF_EQUAL, 0, 4, 0),
+    (_WORD, 0, 0, 32),
+    (_IF_EQUAL, 0, 2, 0),
+    (_WORD, 0, 0, 36),
+    (_IF_EQUAL, 1, 0, 1),
+    (_RETURN, 0, 0, 48),
+    (_RETURN, 0, 0, 0),
+)
 
 # rtnetlink
 _NEWROUTE, _LOCAL_TABLE, _STATIC, _HOST_SCOPE, _LOCAL = 24, 255, 4, 254, 2
@@ -42,16 +78,21 @@ _CHAIN = b"output\0"
 
 
 class Listeners:
-    """Sockets of the sandbox's network: connections, and DNS queries by UDP."""
+    """Sockets of the sandbox's network: connections, DNS queries by UDP, and taps for refused datagrams."""
 
-    __slots__ = ("queries", "streams")
+    __slots__ = ("queries", "streams", "taps")
 
-    def __init__(self, streams: list[socket.socket], queries: list[socket.socket]) -> None:
-        self.streams, self.queries = streams, queries
+    def __init__(self, sockets: list[socket.socket]) -> None:
+        self.taps = [s for s in sockets if s.family == socket.AF_PACKET]
+        internet = [s for s in sockets if s.family != socket.AF_PACKET]
+        self.streams = [s for s in internet if s.type == socket.SOCK_STREAM]
+        self.queries = [s for s in internet if s.type == socket.SOCK_DGRAM]
 
 
-def listen(pidfd: int, ranges: tuple[Range, ...], *, own_user: bool) -> Listeners:
+def listen(pidfd: int, *, own_user: bool, needs_ipv6: bool) -> Listeners:
     """Set up the network of that process. `own_user`: it belongs to a user namespace, whose rights it takes.
+
+    Without `needs_ipv6`, a kernel without IPv6 is no reason to fail.
 
     A child does it and hands the sockets out, so that this process never leaves its own network.
     """
@@ -60,23 +101,19 @@ def listen(pidfd: int, ranges: tuple[Range, ...], *, own_user: bool) -> Listener
     if child == 0:
         try:
             ours.close()
-            _hand_out(theirs, lambda: _prepare(pidfd, ranges, own_user))
+            _hand_out(theirs, lambda: _prepare(pidfd, own_user, needs_ipv6))
         finally:
             os._exit(0)
     theirs.close()
     with ours:
-        said, handles, _, _ = socket.recv_fds(ours, 4096, 4)
+        said, handles, _, _ = socket.recv_fds(ours, 4096, 8)
         os.waitpid(child, 0)
     if not said.startswith(b"ok"):
         code, _, why = said.decode("utf-8", "replace").partition(" ")
         raise OSError(
             int(code) if code.isdigit() else errno.EIO, why or "the set-up of the network was killed"
         )
-    sockets = [socket.socket(fileno=handle) for handle in handles]
-    return Listeners(
-        [s for s in sockets if s.type == socket.SOCK_STREAM],
-        [s for s in sockets if s.type == socket.SOCK_DGRAM],
-    )
+    return Listeners([socket.socket(fileno=handle) for handle in handles])
 
 
 def _hand_out(to: socket.socket, work: Callable[[], list[socket.socket]]) -> None:
@@ -88,29 +125,66 @@ def _hand_out(to: socket.socket, work: Callable[[], list[socket.socket]]) -> Non
         to.send(f"{error.errno or errno.EIO} {error.strerror or error}".encode())
 
 
-def _prepare(pidfd: int, ranges: tuple[Range, ...], own_user: bool) -> list[socket.socket]:
+def _prepare(pidfd: int, own_user: bool, needs_ipv6: bool) -> list[socket.socket]:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0)
     if libc.setns(pidfd, (_NEWUSER if own_user else 0) | _NEWNET) < 0:
         raise OSError(ctypes.get_errno(), "the sandbox's network cannot be entered")
-    families = [socket.AF_INET]
-    if any(isinstance(range_, IPv6Network) for range_ in ranges):
-        families.append(socket.AF_INET6)
-    loopback = socket.if_nametoindex("lo")
-    with _Netlink(_NETLINK_ROUTE, "a route") as routes:
-        for range_ in dict.fromkeys((STAND_INS, *ranges)):
-            routes.ask(_NEWROUTE, _REPLACE | _CREATE, _route(range_, loopback))
-    made = []
-    for family in families:
-        here = "127.0.0.1" if family == socket.AF_INET else "::1"
-        streams = socket.socket(family, socket.SOCK_STREAM)
-        streams.bind((here, 0))
-        streams.listen(_BACKLOG)
-        queries = socket.socket(family, socket.SOCK_DGRAM)
-        queries.bind((here, 0))
-        _redirect(family, streams.getsockname()[1], queries.getsockname()[1])
-        made += [streams, queries]
+    made = _serve(socket.AF_INET)
+    try:
+        made += _serve(socket.AF_INET6)
+    except OSError:
+        if needs_ipv6:
+            raise
     return made
+
+
+def _serve(family: socket.AddressFamily) -> list[socket.socket]:
+    """Every address of the family is local, and connections and DNS queries come to our sockets."""
+    here = "127.0.0.1" if family == socket.AF_INET else "::1"
+    with _Netlink(_NETLINK_ROUTE, "a route") as routes:
+        everything = ip_network("0.0.0.0/0" if family == socket.AF_INET else "::/0")
+        routes.ask(_NEWROUTE, _REPLACE | _CREATE, _route(everything, socket.if_nametoindex("lo")))
+    streams = socket.socket(family, socket.SOCK_STREAM)
+    streams.bind((here, 0))
+    streams.listen(_BACKLOG)
+    queries = socket.socket(family, socket.SOCK_DGRAM)
+    queries.bind((here, 0))
+    _redirect(family, streams.getsockname()[1], queries.getsockname()[1])
+    return [streams, queries, *_tap(family)]
+
+
+def _tap(family: socket.AddressFamily) -> list[socket.socket]:
+    """A copy of the head of each datagram that leaves the loopback's own addresses. None where the kernel has none.
+
+    A redirected query goes to the loopback, so that only its answer, from port 53, has to be left out.
+    """
+    ipv4 = family == socket.AF_INET
+    protocol, program = (_ETHERNET_IPV4 if ipv4 else _ETHERNET_IPV6), _TAP_IPV4 if ipv4 else _TAP_IPV6
+    code = b"".join(struct.pack("=HBBI", *step) for step in program)
+    held = ctypes.create_string_buffer(code, len(code))
+    try:
+        # Of one protocol: such a socket sees what arrives, and so each datagram once.
+        tap = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(protocol))
+    except OSError:
+        return []
+    tap.setsockopt(
+        socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("@HP", len(program), ctypes.addressof(held))
+    )
+    tap.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _TAP_BYTES)
+    tap.bind(("lo", protocol))
+    return [tap]
+
+
+def refused_datagram(packet: bytes) -> tuple[Address, int] | None:
+    """Where a datagram from a tap was meant to go."""
+    if packet[:1] and packet[0] >> 4 == 4:
+        head, at = (packet[0] & 15) * 4, slice(16, 20)
+    else:
+        head, at = 40, slice(24, 40)
+    if len(packet) < head + 4:
+        return None
+    return ip_address(packet[at]), struct.unpack_from(">H", packet, head + 2)[0]
 
 
 def _route(range_: Range, device: int) -> bytes:

@@ -1,4 +1,4 @@
-"""What an allow-list means: its entries, and whether a name or an address is inside it. No I/O."""
+"""What a sandbox may reach: the public internet, or the names and addresses of an allow-list. No I/O."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ _NEVER: tuple[Range, ...] = tuple(
         "ff00::/8",
     )
 )
+_GLOBAL_UNICAST = IPv6Network("2000::/3")  # nothing else is routed on the public internet
 # Only for an entry that lies inside one of these: private, shared or set aside, or another way to write an
 # IPv4 address. 168.63.129.16 is public by number and every Azure machine's own metadata service.
 _NOT_PUBLIC: tuple[Range, ...] = tuple(
@@ -103,21 +104,27 @@ class Entry:
 
 @dataclass(frozen=True)
 class Policy:
-    """A whole allow-list."""
+    """A whole allow-list, or the public internet."""
 
     entries: tuple[Entry, ...]
+    internet: bool = False
+    """Every public address on every port. Names have their own addresses, not stand-ins."""
 
     @classmethod
     def of(cls, allow: Iterable[str]) -> Policy:
         return cls(tuple(entry(text) for text in allow))
 
+    @classmethod
+    def public_internet(cls) -> Policy:
+        return cls((entry("0.0.0.0/0"), entry("::/0")), internet=True)
+
     @cached_property
-    def ranges(self) -> tuple[Range, ...]:
-        return tuple(e.range for e in self.entries if e.range is not None)
+    def needs_ipv6(self) -> bool:
+        return not self.internet and any(isinstance(e.range, IPv6Network) for e in self.entries)
 
     def allows_name(self, name: str, port: int | None = None) -> bool:
-        """What is no host name is on no list: to whoever looks it up, a NUL ends a name and a backslash joins labels."""
-        return _HOST.fullmatch(name) is not None and any(
+        """Only a host name is on a list."""
+        return host_name(name) and any(
             e.has_name(name) and (port is None or e.has_port(port)) for e in self.entries
         )
 
@@ -139,7 +146,14 @@ def plain(address: Address) -> Address:
 
 def public(address: Address) -> bool:
     """Of the internet, and of nobody's inside."""
+    if isinstance(address, IPv6Address) and address not in _GLOBAL_UNICAST:
+        return False
     return address.is_global and not _never(address) and not any(address in block for block in _NOT_PUBLIC)
+
+
+def host_name(name: str) -> bool:
+    """Whether this is a host name. To a resolver in C a NUL ends a name and a backslash joins labels."""
+    return len(name) <= 253 and _HOST.fullmatch(name) is not None
 
 
 def entry(text: str) -> Entry:
@@ -194,7 +208,7 @@ def _range(host: str) -> Range | None:
 
 def _check_name(text: str, name: str) -> None:
     if name == "*" or not name:
-        raise ValueError(f"{text!r} allows everything; say network='full' if that is meant")
+        raise ValueError(f"{text!r} allows everything; use network='internet' for the public internet")
     labels = name.split(".")
     if not name.isascii():
         raise ValueError(f"{text!r} is not in ASCII; write its xn-- form")

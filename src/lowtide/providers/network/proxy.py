@@ -1,8 +1,12 @@
 """The filtering proxy of one sandbox: takes its connections and queries, and lets out what its policy allows.
 
-It resolves names itself, checks every address, and connects to the address it has checked: what a name means
-cannot change in between. A connection to a name carries that name's own traffic: on the way out its SNI or its
-Host header has to say the same name.
+It checks every address and connects to the address it has checked: what a name means cannot change in between.
+With an allow-list it also resolves names itself, and a connection to a name carries that name's own traffic: its
+SNI or its Host header has to say the same name. With the public internet, names have their own addresses, and
+any protocol passes.
+
+A sandbox decides how many bytes come and in how many pieces. Heads are read in linear time, a head that comes in
+pieces is looked at after growing pauses, and the process runs in the sandbox's own control groups.
 """
 
 from __future__ import annotations
@@ -14,19 +18,22 @@ import socket
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from ipaddress import IPv4Address, ip_address
 from typing import cast
 
-from lowtide.providers.network import addresses, inspect, names
-from lowtide.providers.network.policy import Address, Policy
+from lowtide.providers.network import addresses, inspect, names, namespace
+from lowtide.providers.network.denied import DeniedLog
+from lowtide.providers.network.policy import Address, Policy, host_name, plain, public
 
 MOST_CONNECTIONS = 256
 _FIRST_BYTES_SECONDS = 15.0  # for a whole ClientHello or head: slower is nobody's real client
 _LOOKUP_SECONDS, _CONNECT_SECONDS = 10.0, 15.0
 _REMEMBERED_SECONDS, _MOST_REMEMBERED = 20.0, 1024
 _LINGER_SECONDS = 2.0
-_CHUNK = 1 << 16
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.001, 0.064
+_MOST_TAPPED, _TAP_PAUSE_SECONDS = 64, 0.25
+_CHUNK = 1 << 18
 _ORIGINAL_TARGET, _IPV6_LEVEL = 80, 41
 _HTTP, _TLS = 80, 443
 
@@ -35,7 +42,7 @@ Target = tuple[Address, int]
 
 
 class _RefusedError(Exception):
-    """This connection is not let out."""
+    """This connection is not let out. With a reason it is recorded; without one, the other end has just left."""
 
 
 _ENDS = (_RefusedError, inspect.RefusedBytesError, OSError, TimeoutError, asyncio.IncompleteReadError)
@@ -56,6 +63,16 @@ class Stream:
             raise _RefusedError
         return data
 
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """What comes, for a reader that waits for a whole head. Few wake-ups, however small the pieces are."""
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            yield await self.more()
+            self.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            await asyncio.sleep(pause)
+            self.writer.transport.resume_reading()  # type: ignore[attr-defined]
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
     async def linger(self) -> None:
         """Until the other end has closed: what it has not read yet would be lost with an end right now."""
         with contextlib.suppress(TimeoutError):
@@ -75,8 +92,8 @@ class Stream:
 
 
 class Proxy:
-    def __init__(self, policy: Policy, resolve: Resolve | None = None) -> None:
-        self._policy, self._resolve = policy, resolve or addresses.of_system
+    def __init__(self, policy: Policy, denied: DeniedLog, resolve: Resolve | None = None) -> None:
+        self._policy, self._denied, self._resolve = policy, denied, resolve or addresses.of_system
         self._stand_ins = names.StandIns()
         self._known: OrderedDict[str, tuple[float, list[Address]]] = OrderedDict()
         self._connections = 0
@@ -88,32 +105,39 @@ class Proxy:
     async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection out of the sandbox."""
         near = Stream(reader, writer)
+        target = original_target(writer.get_extra_info("socket"))
+        if target is None:
+            near.reset()
+            return
         if self._connections >= MOST_CONNECTIONS:
+            self._deny(*target, f"more than {MOST_CONNECTIONS} connections at a time")
             near.reset()
             return
         self._connections += 1
         try:
-            target = original_target(writer.get_extra_info("socket"))
-            if target is None:
-                raise _RefusedError
             await self.carry(near, *target)
             await near.linger()
             near.abort()
-        except _ENDS:
+        except _ENDS as error:
+            if isinstance(error, _RefusedError | inspect.RefusedBytesError) and error.args:
+                self._deny(*target, str(error))
             near.reset()
         finally:
             self._connections -= 1
+
+    def _deny(self, address: Address, port: int, reason: str, protocol: str = "tcp") -> None:
+        name = self._stand_ins.name(address) if isinstance(address, IPv4Address) else None
+        self._denied.add(name or str(address), port, protocol, reason)
 
     async def carry(self, near: Stream, address: Address, port: int) -> None:
         name = self._stand_ins.name(address) if isinstance(address, IPv4Address) else None
         if address == names.NAMESERVER and port == 53:
             await self._queries(near)
         elif name is None:
-            if not self._policy.allows_address(address, port):
-                raise _RefusedError
-            await _join(near, await _connected([address], port), b"")
+            self._check_address(address, port)
+            await _join(near, await _connected([plain(address)], port), b"")
         elif not self._policy.allows_name(name, port):
-            raise _RefusedError
+            raise _RefusedError(f"port {port} of this name is not on the allow-list")
         elif port == _TLS:
             hello = await _hello_for(near, name, b"")
             await _join(near, await self._connected_to(name, port), hello)
@@ -124,6 +148,16 @@ class Proxy:
         else:
             await self._other(near, name, port)
 
+    def _check_address(self, address: Address, port: int) -> None:
+        if not self._policy.allows_address(address, port):
+            raise _RefusedError(
+                "not a public address"
+                if self._policy.internet
+                else "this address and port are not on the allow-list"
+            )
+        if self._policy.internet and addresses.is_own(plain(address)):
+            raise _RefusedError("an address of the machine itself")
+
     async def _other(self, near: Stream, name: str, port: int) -> None:
         """A port somebody has named: any protocol, and TLS and HTTP are held to the name as on their own ports.
 
@@ -132,11 +166,14 @@ class Proxy:
         far = await self._connected_to(name, port)
         answering = asyncio.ensure_future(_pump(far, near))
         try:
-            first = await near.reader.read(_CHUNK)
-            while (http := inspect.looks_like_http(first)) is None and (
-                more := await near.reader.read(_CHUNK)
-            ):
-                first += more
+            detector = inspect.HttpDetector()
+            http = None
+            with contextlib.suppress(_RefusedError):  # the end of what is sent: then it is no request
+                async for piece in near.pieces():
+                    http = detector.feed(piece)
+                    if http is not None:
+                        break
+            first = bytes(detector.data)
             if http:
                 request, rest = await _request_for(near, name, port, first)
                 await _exchange(near, far, request, rest, answering)
@@ -157,7 +194,7 @@ class Proxy:
             and (self._policy.allows_address(address, port) or not addresses.is_own(address))
         ]
         if not allowed:
-            raise _RefusedError
+            raise _RefusedError("this name has no address that may be reached")
         return await _connected(allowed, port)
 
     # ------------------------------------------------------------ names
@@ -167,17 +204,55 @@ class Proxy:
         asked = names.query(data)
         if asked is None:
             return None
-        if not self._policy.allows_name(asked.name):
+        wants_address = asked.wants_ipv4 or asked.wants_ipv6
+        if self._policy.internet:
+            if not host_name(asked.name):
+                return names.answer(asked, names.NO_SUCH_NAME)
+        elif not self._policy.allows_name(asked.name):
+            if wants_address:
+                self._denied.add(asked.name, None, "dns", "this name is not on the allow-list")
             return names.answer(asked, names.NO_SUCH_NAME)
-        if not asked.wants_address:
+        if not wants_address or (asked.wants_ipv6 and not self._policy.internet):
             return names.answer(asked, names.NO_ERROR)
         try:
-            found = await self._addresses(asked.name)
+            # With the dot: of the internet, and not of this machine's own domains.
+            found = await self._addresses(asked.name + ("." if self._policy.internet else ""))
         except (OSError, TimeoutError, _RefusedError):
             return names.answer(asked, names.SERVER_FAILURE)
         if not found:
             return names.answer(asked, names.NO_SUCH_NAME)
-        return names.answer(asked, names.NO_ERROR, self._stand_ins.of(asked.name))
+        if self._policy.internet:
+            return names.answer(asked, names.NO_ERROR, self._public(asked, found))
+        return names.answer(asked, names.NO_ERROR, [self._stand_ins.of(asked.name)])
+
+    def _public(self, asked: names.Query, found: list[Address]) -> list[Address]:
+        """The answer of a name of the internet.
+
+        An address of IPv6 only where there is none of IPv4: a connection is taken here before it is known
+        whether this machine reaches the address, so a program could not fall back from one to the other.
+        """
+        open_to_all = [address for address in found if public(address)]
+        if not open_to_all:
+            self._denied.add(asked.name, None, "dns", "this name has no public address")
+        ipv4: list[Address] = [address for address in open_to_all if isinstance(address, IPv4Address)]
+        if asked.wants_ipv4:
+            return ipv4
+        return [] if ipv4 or not addresses.reaches_ipv6() else open_to_all
+
+    # ------------------------------------------------------------ datagrams
+
+    def refuse_datagrams(self, tap: socket.socket) -> None:
+        """Record where datagrams were meant to go that the kernel has refused, a few at a time."""
+        loop = asyncio.get_running_loop()
+        for _ in range(_MOST_TAPPED):
+            try:
+                target = namespace.refused_datagram(tap.recv(128))
+            except OSError:
+                return
+            if target is not None:
+                self._deny(*target, "UDP is not carried, except for DNS", "udp")
+        loop.remove_reader(tap)
+        loop.call_later(_TAP_PAUSE_SECONDS, loop.add_reader, tap, self.refuse_datagrams, tap)
 
     async def _queries(self, near: Stream) -> None:
         """DNS by TCP."""
@@ -256,7 +331,7 @@ async def _connected(addresses: list[Address], port: int) -> Stream:
         try:
             async with asyncio.timeout(_CONNECT_SECONDS / min(len(addresses), 4)):
                 # An address and no name: nothing is looked up again.
-                reader, writer = await asyncio.open_connection(str(address), port, limit=_CHUNK)
+                reader, writer = await asyncio.open_connection(str(address), port, limit=_CHUNK // 2)
         except (OSError, TimeoutError) as error:
             last = error
             continue
@@ -267,22 +342,41 @@ async def _connected(addresses: list[Address], port: int) -> Stream:
 
 async def _hello_for(near: Stream, name: str, first: bytes) -> bytes:
     """The ClientHello, when it is meant for this name."""
-    async with asyncio.timeout(_FIRST_BYTES_SECONDS):
-        while (said := inspect.server_name(first)) is None:
-            first += await near.more()
+    reader = inspect.HelloReader()
+    said = reader.feed(first)
+    async with _time_for_a_head():
+        if said is None:
+            async for piece in near.pieces():
+                said = reader.feed(piece)
+                if said is not None:
+                    break
     if said != name:
-        raise _RefusedError
-    return first
+        raise _RefusedError("the TLS server name is another one")
+    return bytes(reader.data)
 
 
 async def _request_for(near: Stream, name: str, port: int, first: bytes) -> tuple[inspect.Request, bytes]:
     """The request, when it is meant for this name, and what came after its head."""
-    async with asyncio.timeout(_FIRST_BYTES_SECONDS):
-        while (parsed := inspect.request(first)) is None:
-            first += await near.more()
-    if parsed[0].host != name or (parsed[0].port or _HTTP) != port:
-        raise _RefusedError
+    reader = inspect.RequestReader()
+    parsed = reader.feed(first)
+    async with _time_for_a_head():
+        if parsed is None:
+            async for piece in near.pieces():
+                parsed = reader.feed(piece)
+                if parsed is not None:
+                    break
+    if parsed is None or parsed[0].host != name or (parsed[0].port or _HTTP) != port:
+        raise _RefusedError("the Host header names another host or port")
     return parsed
+
+
+@contextlib.asynccontextmanager
+async def _time_for_a_head() -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(_FIRST_BYTES_SECONDS):
+            yield
+    except TimeoutError:
+        raise _RefusedError(f"no whole TLS or HTTP head within {_FIRST_BYTES_SECONDS:g} s") from None
 
 
 async def _exchange(

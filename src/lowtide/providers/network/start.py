@@ -7,12 +7,12 @@ import errno
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lowtide.errors import LowtideError, SandboxFailedError, UnsupportedError
+from lowtide.providers.base import Network, NetworkMode
 
 _PATIENCE_SECONDS = 30.0
 _PACKAGES = str(Path(__file__).parents[3])
@@ -30,12 +30,18 @@ class Served:
     start_time: int
 
 
-async def start(provider: str, sandbox_id: str, pid: int, start_time: int, allow: Sequence[str]) -> Served:
-    """Give the network of that process a way out, as far as the list goes. Returns when it works."""
-    asked = json.dumps({"allow": list(allow), "pid": pid, "start_time": start_time})
-    answered = await asyncio.to_thread(_run, asked, sandbox_id)
+async def start(
+    provider: str, sandbox_id: str, pid: int, start_time: int, network: Network, denied: Path
+) -> Served:
+    """Connect the network of that process to what `network` allows. Returns when it works.
+
+    `denied` is the file in which the proxy records what it refuses.
+    """
+    allow = None if network.mode is NetworkMode.INTERNET else list(network.allow)
+    asked = {"allow": allow, "pid": pid, "start_time": start_time, "denied": str(denied)}
+    answered = await asyncio.to_thread(_run, json.dumps(asked), sandbox_id)
     if "why" in answered:
-        raise _failure(provider, sandbox_id, answered)
+        raise _failure(provider, sandbox_id, network, answered)
     return Served(answered["pid"], answered["start_time"])
 
 
@@ -65,7 +71,7 @@ def _run(asked: str, sandbox_id: str) -> dict[str, Any]:
     return answered if isinstance(answered, dict) else {"why": "it answered nonsense"}
 
 
-def _failure(provider: str, sandbox_id: str, answered: dict[str, Any]) -> LowtideError:
+def _failure(provider: str, sandbox_id: str, network: Network, answered: dict[str, Any]) -> LowtideError:
     code, why = answered.get("errno"), answered["why"]
     if code in (
         errno.EOPNOTSUPP,
@@ -76,10 +82,10 @@ def _failure(provider: str, sandbox_id: str, answered: dict[str, Any]) -> Lowtid
         errno.EAFNOSUPPORT,
     ):
         return UnsupportedError(
-            f"this machine does not let a sandbox have an allow-list: {why}",
+            f"this machine cannot enforce network={network.mode.value!r} for a sandbox: {why}",
             provider=provider,
             argument="network",
-            feature="network-allow",
+            feature=f"network-{network.mode.value}",
             alternative="a kernel with nf_tables and its redirect (modprobe nft_redir), or network='none'",
         )
     return SandboxFailedError(

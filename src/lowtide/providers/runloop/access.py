@@ -69,12 +69,16 @@ class Access:
                 base_url=self.base_url,
                 timeout=timeout,
                 limits=limits,
+                # Whoever redirects is not Runloop: a create would be sent elsewhere, with all that is in it.
+                follow_redirects=False,
                 event_hooks={"response": [_not_a_page]},
             ),
         )
 
 
 async def _not_a_page(response: httpx.Response) -> None:
-    """Runloop never answers with a page; who does, answers in its place. The SDK would take it for a success."""
+    """Runloop never answers with a page or a redirect; who does, answers in its place. The SDK would take a page for a success."""
+    if response.is_redirect:
+        raise ConnectionError("a redirect came in place of an answer, and was not followed")
     if response.is_success and "html" in response.headers.get("Content-Type", ""):
         raise ConnectionError("a page came in place of an answer")

@@ -26,7 +26,9 @@ async def destroy(client: AsyncRunloop, sandbox_id: str, *, alive: bool) -> bool
     async def look() -> End:
         try:
             work = client.devboxes.retrieve(sandbox_id)
-            view = lookup.checked(await SERVICE.call(lookup.CALL_SECONDS, work, "get", sandbox_id))
+            view = lookup.checked(
+                await SERVICE.call(lookup.CALL_SECONDS, work, "get", sandbox_id), sandbox_id
+            )
         except errors.SandboxNotFoundError:
             return End.GONE
         return End.GONE if view.status in _OVER else End.THERE
@@ -35,7 +37,9 @@ async def destroy(client: AsyncRunloop, sandbox_id: str, *, alive: bool) -> bool
         # By force: without, it waits for a snapshot of somebody else's.
         work = client.devboxes.shutdown(sandbox_id, force="true", timeout=SHUTDOWN_SECONDS)
         try:
-            view = lookup.checked(await SERVICE.call(SHUTDOWN_SECONDS, work, "shutdown", sandbox_id))
+            view = lookup.checked(
+                await SERVICE.call(SHUTDOWN_SECONDS, work, "shutdown", sandbox_id), sandbox_id
+            )
         except errors.SandboxNotFoundError:
             return End.MISSING
         except errors.SandboxUnavailableError as error:

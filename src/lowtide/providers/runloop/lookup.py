@@ -31,9 +31,14 @@ _LISTED = ("queued", "provisioning", "initializing", "running", "suspending", "s
 What has ended stays in Runloop's lists for ever, and is left out of them by asking for these only."""
 
 
-def checked(view: Any) -> Any:
-    """A DevboxView that can be read: the SDK passes on whatever came. Raises SandboxUnavailableError."""
+def checked(view: Any, sandbox_id: str | None = None) -> Any:
+    """A DevboxView that can be read, and is about this devbox where one was asked for: the SDK passes on whatever came.
+
+    Raises SandboxUnavailableError.
+    """
     if _readable(view):
+        if sandbox_id is not None:
+            SERVICE.check_about(sandbox_id, view.id)
         return view
     words = "Runloop, or somebody on the way to it, answered with something else than a devbox"
     raise errors.SandboxUnavailableError(words, provider=SERVICE.provider)
@@ -41,7 +46,7 @@ def checked(view: Any) -> Any:
 
 def _readable(view: Any) -> bool:
     found, metadata = getattr(view, "id", None), getattr(view, "metadata", None)
-    return isinstance(found, str) and hosted.is_word(found) and isinstance(metadata or {}, dict)
+    return hosted.is_id(found) and isinstance(metadata or {}, dict)
 
 
 def info_of(view: Any) -> SandboxInfo:
@@ -64,7 +69,8 @@ async def view_of(client: AsyncRunloop, sandbox_id: str) -> Any:
     """Raises SandboxNotFoundError. Never changes anything."""
     if not hosted.is_word(sandbox_id):
         raise SERVICE.missing(sandbox_id)
-    return checked(await SERVICE.again(lambda: client.devboxes.retrieve(sandbox_id), "get", sandbox_id))
+    found = await SERVICE.again(lambda: client.devboxes.retrieve(sandbox_id), "get", sandbox_id)
+    return checked(found, sandbox_id)
 
 
 async def settled(client: AsyncRunloop, sandbox_id: str, statuses: tuple[str, ...]) -> SandboxInfo:
@@ -75,7 +81,8 @@ async def settled(client: AsyncRunloop, sandbox_id: str, statuses: tuple[str, ..
     path = f"/v1/devboxes/{sandbox_id}/wait_for_status"
     try:
         waiting = client.post(path, body=body, cast_to=DevboxView)
-        return info_of(checked(await SERVICE.call(_HOLD_SECONDS + 10.0, waiting, "wait", sandbox_id)))
+        found = await SERVICE.call(_HOLD_SECONDS + 10.0, waiting, "wait", sandbox_id)
+        return info_of(checked(found, sandbox_id))
     except (errors.RequestTimeoutError, errors.SandboxUnavailableError):  # a 408 is how it says: not yet
         return info_of(await view_of(client, sandbox_id))
 

@@ -49,7 +49,7 @@ class RunloopProvider(BulkFiles, hosted.Hosted):
 
     name: ClassVar[str] = PROVIDER
     capabilities: ClassVar[frozenset[Capability]] = hosted.INSIDE | {
-        Capability.NETWORK_FULL,
+        Capability.NETWORK_INTERNET,
         *(Capability.SNAPSHOT, Capability.PAUSE, Capability.LIFETIME, Capability.RENEW),
     }
     traits: ClassVar[Traits] = Traits(
@@ -104,18 +104,23 @@ class RunloopProvider(BulkFiles, hosted.Hosted):
             asked = create.arguments(spec, self._access.blueprint)
             client = self.client()
 
+        doors: dict[str, Door] = {}
+
         async def make(seconds: float) -> SandboxInfo:
             view = await create.make(client, asked, seconds)
-            self._doors[view.id] = Door.of(view)
+            doors[view.id] = Door.of(view)
             return lookup.info_of(view)
 
         made = await hosted.recovered(
             make,
             lambda: self.find(spec),
+            self.get,
             service=SERVICE,
-            lease_id=spec.lease_id,
+            labels=spec.labels,
             seconds=create.CREATE_SECONDS,
         )
+        if made.sandbox_id in doors:
+            self._doors[made.sandbox_id] = doors[made.sandbox_id]
         lives = float(asked["launch_parameters"]["keep_alive_time_seconds"])
         self._ours.add(made.sandbox_id)
         self._lifetimes[made.sandbox_id] = lives

@@ -27,7 +27,8 @@ ASKS: dict[Capability, dict[str, Any]] = {
     Capability.PIDS_LIMIT: {"resources": {"limits": {"pids": 64}}},
     Capability.DISK_LIMIT: {"resources": {"limits": {"disk": "1Gi"}}},
     Capability.NETWORK_NONE: {"network": "none"},
-    Capability.NETWORK_FULL: {"network": "full"},
+    Capability.NETWORK_INTERNET: {"network": "internet"},
+    Capability.NETWORK_HOST: {"network": "host"},
     Capability.NETWORK_ALLOW: {"network": {"allow": ["192.0.2.1"]}},
     Capability.NETWORK_PORTS: {"network": {"allow": ["192.0.2.1:8080"]}},
     Capability.GVISOR: {"isolation": "gvisor"},
@@ -43,6 +44,7 @@ CALLS: dict[Capability, Callable[[Sandbox], object]] = {
     Capability.USER: lambda box: box.exec(["true"], user="nobody"),
     Capability.PAUSE: lambda box: box.pause(),
     Capability.LOGS: lambda box: box.stream_logs(),
+    Capability.DENIED_CONNECTIONS: lambda box: box.denied_connections(),
 }
 """Calls that ask for it."""
 

@@ -34,7 +34,7 @@ def call_inside(message: Message, fds: Fds) -> int:
     try:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         enter(fds[1], message["cgroups"], message["flags"])
-        restrict(0, 0, 0)
+        restrict(0, 0, 0, runs_nothing=True)
         work(message, fds)
     except OSError as error:
         answer: Message = {"errno": error.errno or errno.EIO, "why": error.strerror or str(error)}

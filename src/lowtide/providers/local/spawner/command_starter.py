@@ -7,8 +7,10 @@ the sandbox's process namespace (only its children are), so nothing in there see
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import resource
 import select
 import signal
 import socket
@@ -18,7 +20,7 @@ from .commands import candidates
 from .end_tree import wear
 from .kernel import SYS_CLOSE_RANGE, libc
 from .restrictions import enter, restrict
-from .wire import Fds, Message, complain, failure, receive, send
+from .wire import Cut, Fds, Message, complain, failure, receive, send
 
 _DEFAULTED = (
     signal.SIGPIPE,
@@ -64,6 +66,8 @@ class CommandStarter:
         self.poll.register(inner, select.POLLIN)
         self.running: dict[int, tuple[int, int, int]] = {}  # pidfd -> pid, key, reply socket
         self.serving = True
+        self.usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (self.usual[1], self.usual[1]))
 
     def run(self) -> None:
         # When nobody asks any more it stays for what it has started, because only it can reap that.
@@ -75,7 +79,11 @@ class CommandStarter:
                     self.poll.unregister(fd)  # the sandbox is dead
                     self.stop_serving()
                 elif self.serving:
-                    request = receive(self.sock)
+                    try:
+                        request = receive(self.sock)
+                    except Cut as cut:
+                        self.refuse(cut)
+                        continue
                     if request is None:
                         self.stop_serving()
                     elif request[0]["op"] == "signal":
@@ -88,6 +96,13 @@ class CommandStarter:
             self.serving = False
             self.poll.unregister(self.sock)
             self.sock.close()
+
+    def refuse(self, cut: Cut) -> None:
+        if cut.fds:
+            with contextlib.suppress(OSError):
+                failure(cut.fds[0], OSError(errno.EMFILE, "no descriptor is left for this command"))
+        for fd in cut.fds:
+            os.close(fd)
 
     def start(self, message: Message, fds: Fds) -> None:
         reply, *stdio = fds
@@ -123,6 +138,9 @@ class CommandStarter:
                 return "refused"  # 126, as everywhere: the command itself may well be there
             for candidate in candidates(arguments[0], environment):
                 try:
+                    resource.setrlimit(
+                        resource.RLIMIT_NOFILE, self.usual
+                    )  # the command's, not this program's
                     return os.posix_spawn(
                         candidate,
                         arguments,
@@ -137,6 +155,8 @@ class CommandStarter:
                         raise
                     if error.errno not in (errno.ENOENT, errno.ENOTDIR) or exists(candidate):
                         refused = refused or error
+                finally:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (self.usual[1], self.usual[1]))
             name = os.fsdecode(arguments[0])
             if refused is not None:
                 complain(stdio[2], OSError(refused.errno, os.strerror(refused.errno or 0), name))
@@ -162,7 +182,8 @@ class CommandStarter:
         self.poll.unregister(pidfd)
         os.close(pidfd)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        send(reply, {"exit": code if code >= 0 else 128 - code})
+        with contextlib.suppress(OSError):
+            send(reply, {"exit": code if code >= 0 else 128 - code})
         os.close(reply)
 
 

@@ -10,6 +10,7 @@ class Config:
 
     base: int | None = None  # first id of the range the sandboxes run as; None: this user
     count: int = 65536
+    descriptors: int = 1024  # the most that a process in a sandbox may have open
     own_pid_namespace: int = -1
     bound: tuple[tuple[str, str], ...] = ()  # the groups around all that it starts, and where it came from
     home: str = ""  # the state directory, for an ordinary user

@@ -77,6 +77,7 @@ def end_tree(processes: int, mark: str, grace: float) -> None:
                 told.add(process)
                 tell(processes, process, (signal.SIGKILL,) if late else (signal.SIGTERM, signal.SIGCONT))
         time.sleep(0.005 if late else 0.01)
+    raise TimeoutError(errno.ETIMEDOUT, "its processes do not end although they were killed")
 
 
 def tell(processes: int, process: tuple[int, bytes], signals: tuple[signal.Signals, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import select
@@ -21,7 +22,7 @@ from .end_tree import terminate_tree
 from .free_disk import FreeDisk
 from .kernel import SYS_CLOSE_RANGE, libc, put
 from .set_up import configure, stage_more
-from .wire import Fds, Message, failure, receive, send
+from .wire import Cut, Fds, Message, failure, receive, send
 
 
 class Spawner:
@@ -52,7 +53,11 @@ class Spawner:
         while serving or self.processes or self.firsts:
             for fd, _ in self.poller.poll(self.room.wait_seconds() if serving else -1):
                 if fd == control:
-                    request = receive(self.control)
+                    try:
+                        request = receive(self.control)
+                    except Cut as cut:
+                        self.refuse(cut)
+                        continue
                     if request is None:
                         serving = False
                         self.poller.unregister(control)
@@ -68,6 +73,17 @@ class Spawner:
                 elif fd == self.births_r:
                     self.take_births()
             self.room.look()
+
+    def refuse(self, cut: Cut) -> None:
+        """The first descriptor of a request is where it is answered."""
+        if cut.fds:
+            self.answer_failure(cut.fds[0], OSError(errno.EMFILE, "no descriptor is left for this request"))
+        for fd in cut.fds:
+            os.close(fd)
+
+    def answer_failure(self, reply: int, error: BaseException) -> None:
+        with contextlib.suppress(OSError):  # closing it is the answer then
+            failure(reply, error)
 
     def handle(self, message: Message, fds: Fds) -> None:
         op = message["op"]
@@ -100,9 +116,9 @@ class Spawner:
                 self.signal(message["key"], message["number"])
             elif op == "terminate":
                 terminate_tree(message, fds)
-        except (OSError, KeyError, ValueError) as error:
+        except Exception as error:  # one request must not end what serves all sandboxes
             if fds:
-                failure(fds[0], error)
+                self.answer_failure(fds[0], error)
         finally:
             for fd in fds:
                 if fd not in keep:
@@ -161,7 +177,8 @@ class Spawner:
         reply = self.replies.pop(key, None)
         if reply is not None:
             code = os.waitstatus_to_exitcode(status)
-            send(reply, {"exit": code if code >= 0 else 128 - code})
+            with contextlib.suppress(OSError):
+                send(reply, {"exit": code if code >= 0 else 128 - code})
             os.close(reply)
 
 

@@ -35,9 +35,16 @@ def enter(pidfd: int, cgroups: list[str], flags: int) -> None:
     check(libc.setns(pidfd, flags), "enter the sandbox")
 
 
-def restrict(uid: int, gid: int, nproc: int, dumpable: bool = False) -> None:
-    """Become what the sandbox's first process is: its ids, no capabilities, its limits, its filter."""
-    first_limits()
+def restrict(uid: int, gid: int, nproc: int, *, runs_nothing: bool = False) -> None:
+    """Become what the sandbox's first process is: its ids, no capabilities, its limits, its filter.
+
+    What runs nothing of the sandbox keeps this program's own limit of descriptors, which is above every sandbox's:
+    the kernel compares it with how many descriptors the user has under way in messages, hostile ones included.
+    """
+    if runs_nothing:
+        inherited_limits()
+    else:
+        first_limits()
     if nproc:
         hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
         if hard != resource.RLIM_INFINITY:
@@ -59,12 +66,14 @@ def restrict(uid: int, gid: int, nproc: int, dumpable: bool = False) -> None:
 
 def first_limits() -> None:
     """What every process of a sandbox gets, the first one and those that enter later."""
+    inherited_limits()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, config.descriptors), config.descriptors))
+
+
+def inherited_limits() -> None:
     # 1: not even to a piped core handler of the host. A user whose most is 0 cannot have that; see `inheritance`.
     core = 0 if resource.getrlimit(resource.RLIMIT_CORE)[1] == 0 else 1
     resource.setrlimit(resource.RLIMIT_CORE, (core, core))
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    hard = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
     os.umask(0o022)
 
 

@@ -1,0 +1,419 @@
+"""A real engine behind a proxy that cuts, goes silent and lies, and other people's hands on its containers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import logging
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tests.container_engine import (
+    DOCKER,
+    IMAGE,
+    REGISTRY,
+    Boxes,
+    boxes_on,
+    docker,
+    import_bare_image,
+    needs_docker,
+)
+from tests.lying_engine import HTML, LyingProxy, json_answer
+
+from lowtide.errors import (
+    SandboxFailedError,
+    SandboxNotFoundError,
+    SandboxUnavailableError,
+    UnsupportedError,
+    ValidationError,
+)
+from lowtide.providers.base import Network, NetworkMode, ProcessSpec, SandboxState
+from lowtide.providers.docker import DockerProvider
+from lowtide.providers.docker.container import NETWORK
+from lowtide.providers.inside import link
+
+pytestmark = pytest.mark.timeout(180)
+
+FULL = Network(mode=NetworkMode.INTERNET)
+
+
+@asynccontextmanager
+async def behind_proxy() -> AsyncIterator[tuple[Boxes, LyingProxy]]:
+    """Sandboxes whose provider speaks to the engine through the proxy; they end over the direct way."""
+    async with LyingProxy.before_docker(DOCKER) as proxy, boxes_on(DOCKER) as boxes:
+        direct, boxes.provider = boxes.provider, DockerProvider.connect({"DOCKER_HOST": proxy.docker_host})
+        try:
+            yield boxes, proxy
+        finally:
+            await boxes.provider.aclose()
+            boxes.provider = direct
+
+
+def exists(url: str, container_id: str) -> bool:
+    return container_id in docker(url, "ps", "-aq", "--no-trunc").split()
+
+
+def identity(url: str, name: str) -> str:
+    return docker(url, "inspect", "--format", "{{.Id}}", name)
+
+
+# -- a container is known by the engine's id
+
+
+async def test_a_container_that_took_the_name_is_never_removed(
+    boxes: Boxes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither by the process that made the sandbox, nor by another one."""
+    box = await boxes.make()
+    await boxes.run(box, "true")
+    docker(boxes.url, "rm", "-f", box)
+    other = docker(boxes.url, "create", "--name", box, IMAGE, "true")
+    second = DockerProvider.connect({**os.environ, "DOCKER_HOST": boxes.url})
+    try:
+        assert await boxes.provider.destroy(box) is False
+        assert await boxes.provider.destroy(box, grace_seconds=1) is False
+        with caplog.at_level(logging.WARNING, "lowtide.docker"):
+            assert await second.destroy(box) is False
+        assert "somebody else's" in caplog.text
+        with pytest.raises(SandboxNotFoundError, match="somebody else's"):
+            await second.get(box)
+        assert exists(boxes.url, other)
+    finally:
+        await second.aclose()
+        docker(boxes.url, "rm", "-f", other)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["by-its-maker", "by-another-process"])
+async def test_a_renamed_container_is_listed_used_and_destroyed(boxes: Boxes, own: bool) -> None:
+    box = await boxes.make()
+    real = identity(boxes.url, box)
+    docker(boxes.url, "rename", box, f"renamed-{secrets.token_hex(6)}")
+    other = docker(boxes.url, "create", "--name", box, IMAGE, "true")  # and its name is taken
+    provider = boxes.provider if own else DockerProvider.connect({**os.environ, "DOCKER_HOST": boxes.url})
+    try:
+        listed = [info.sandbox_id async for info in provider.list({"lowtide-ledger": boxes.ledger_id})]
+        assert listed == [box]
+        assert (await provider.get(box)).state is SandboxState.RUNNING
+        found = await provider.find(boxes.made[0])
+        assert found is not None
+        assert found.sandbox_id == box
+        handle = await provider.start_process(box, ProcessSpec(argv=("echo", "here")))
+        assert [data async for _, data in handle.output()] == [b"here\n"]
+        assert await provider.destroy(box) is True
+        assert not exists(boxes.url, real)
+        assert exists(boxes.url, other)
+    finally:
+        docker(boxes.url, "rm", "-f", other)
+        if not own:
+            await provider.aclose()
+
+
+@needs_docker[1]
+async def test_a_container_of_an_image_made_from_a_sandbox_is_somebody_elses() -> None:
+    """It has all our labels, because engines copy them."""
+    async with boxes_on(DOCKER) as boxes:
+        box = await boxes.make()
+        image = f"lowtide-test-copy:{secrets.token_hex(6)}"
+        docker(boxes.url, "commit", box, image)
+        copy = docker(boxes.url, "create", "--entrypoint", "sleep", image, "600")
+        try:
+            listed = [
+                info.sandbox_id async for info in boxes.provider.list({"lowtide-ledger": boxes.ledger_id})
+            ]
+            assert listed == [box]
+            assert await boxes.provider.destroy(box) is True
+            assert await boxes.provider.destroy(box) is False
+            assert exists(boxes.url, copy)
+        finally:
+            docker(boxes.url, "rm", "-f", copy)
+            docker(boxes.url, "rmi", image)
+
+
+# -- what lies on the way
+
+
+@needs_docker[1]
+async def test_a_page_in_answer_to_a_delete_is_no_end() -> None:
+    async with behind_proxy() as (boxes, proxy):
+        box = await boxes.make()
+        proxy.lie("DELETE", "/containers/", forward=False, answer=HTML)
+        with pytest.raises(SandboxUnavailableError, match="not a container engine's"):
+            await boxes.provider.destroy(box)
+        assert exists(DOCKER, identity(DOCKER, box))
+        proxy.truth()
+        assert await boxes.provider.destroy(box) is True
+        assert await boxes.gone(box)
+
+
+@needs_docker[1]
+@pytest.mark.parametrize(
+    "answer", [HTML, json_answer(b"[]"), json_answer(b'{"Id": "../x"}')], ids=["page", "list", "no-id"]
+)
+@pytest.mark.parametrize("forward", [True, False], ids=["made", "not-made"])
+async def test_a_create_that_is_answered_with_something_else_is_unavailable(
+    answer: bytes, forward: bool
+) -> None:
+    async with behind_proxy() as (boxes, proxy):
+        proxy.lie("POST", "/containers/create", forward=forward, answer=answer)
+        spec = boxes.spec()
+        with pytest.raises(SandboxUnavailableError, match="not a container engine's"):
+            await boxes.provider.create(spec)
+        found = await boxes.provider.find(spec)
+        assert (found is not None) is forward
+        proxy.truth()
+        assert await boxes.provider.destroy(spec.lease_id) is forward
+
+
+@needs_docker[1]
+async def test_an_inspect_that_describes_another_container_is_not_believed() -> None:
+    async with behind_proxy() as (boxes, proxy):
+        box, other = await boxes.make(), await boxes.make()
+        facts = docker(DOCKER, "inspect", "--format", "{{json .}}", other).encode()
+        proxy.lie("GET", f"/containers/{identity(DOCKER, box)}/json", answer=json_answer(facts))
+        with pytest.raises(SandboxUnavailableError, match="another container"):
+            await boxes.provider.destroy(box)
+        proxy.truth()
+        assert exists(DOCKER, identity(DOCKER, other))
+
+
+@needs_docker[1]
+async def test_a_connection_that_goes_silent_is_replaced_and_commands_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As behind a firewall that forgets: nothing arrives and nothing ends. Every command runs once."""
+    monkeypatch.setattr(link, "_QUIET_SECONDS", 0.5, raising=False)
+    async with behind_proxy() as (boxes, proxy):
+        box = await boxes.make()
+        script = "echo ran >>/ran; until [ -e /go ]; do sleep 0.05; done; echo said; exit 5"
+        handle = await boxes.provider.start_process(box, ProcessSpec(argv=("sh", "-c", script)))
+        proxy.go_silent()
+        docker(DOCKER, "exec", box, "touch", "/go")  # what it says goes into the silence
+        async with asyncio.timeout(60):
+            assert b"".join([data async for _, data in handle.output()]) == b"said\n"
+            assert await handle.wait() == 5
+            proxy.go_silent()
+            assert await boxes.run(box, "cat", "/ran") == (0, "ran\n", "")
+
+
+# -- pauses
+
+
+async def test_a_paused_sandbox_is_not_renewed_and_its_commands_go_on_after_a_resume(
+    boxes: Boxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not renewed: who hears that it is not found takes it for ended. Its link meets silence meanwhile."""
+    monkeypatch.setattr(link, "_QUIET_SECONDS", 0.3, raising=False)
+    box = await boxes.make()
+    handle = await boxes.provider.start_process(
+        box, ProcessSpec(argv=("sh", "-c", "read x; exit $x"), stdin=True)
+    )
+    await boxes.provider.pause(box)
+    second = DockerProvider.connect({**os.environ, "DOCKER_HOST": boxes.url})
+    try:
+        for provider in (boxes.provider, second):
+            assert await provider.renew(box, 600) is None
+    finally:
+        await second.aclose()
+    await asyncio.sleep(3)
+    await boxes.provider.resume(box)
+    await handle.write_stdin(b"7\n")
+    assert await asyncio.wait_for(handle.wait(), 60) == 7
+    assert await boxes.provider.renew(box, 600) is not None
+
+
+@needs_docker[1]
+async def test_a_pause_is_refused_where_the_engine_outlives_this_machine() -> None:
+    async with behind_proxy() as (boxes, _):
+        box = await boxes.make()
+        with pytest.raises(UnsupportedError, match="another machine") as caught:
+            await boxes.provider.pause(box)
+        assert caught.value.alternative
+        assert (await boxes.provider.get(box)).state is SandboxState.RUNNING
+
+
+# -- the first use of an engine
+
+
+@pytest.fixture(scope="module")
+def new_engine() -> Iterator[str]:
+    """An engine of its own, with nothing on it. It changes nothing of this machine's network."""
+    home = Path(tempfile.mkdtemp(prefix="lowtide-engine-", dir="/tmp"))  # short: its sockets are in there
+    url = f"unix:///tmp/lowtide-test-engine-{os.getpid()}-{secrets.token_hex(3)}.sock"
+    arguments = [
+        "-H",
+        url,
+        "--data-root",
+        f"{home}/data",
+        "--exec-root",
+        f"{home}/exec",
+        "--pidfile",
+        f"{home}/pid",
+    ]
+    arguments += ["--bridge", "none", "--iptables=false", "--ip6tables=false", "--storage-driver", "vfs"]
+    arguments += ["--default-address-pool", "base=10.213.128.0/17,size=24"]
+    with (home / "log").open("wb") as file:
+        engine = subprocess.Popen(
+            ["unshare", "--mount", "dockerd", *arguments], stdout=file, stderr=file, cwd=home
+        )
+    try:
+        for _ in range(300):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                docker(url, "version")
+                break
+            assert engine.poll() is None, (home / "log").read_text()[-2000:]
+            time.sleep(0.1)
+        yield url
+    finally:
+        networks = docker(url, "network", "ls", "-q", "--filter", "label=lowtide-cache").split()
+        for network in networks:
+            docker(url, "network", "rm", network)
+        engine.terminate()
+        engine.wait(60)
+        shutil.rmtree(home)
+        Path(url.removeprefix("unix://")).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def registry_image() -> str:
+    """A small image that the new engine has to pull."""
+    image = f"{REGISTRY}/lowtide-test-{secrets.token_hex(6)}:1"
+    import_bare_image(DOCKER, image)
+    docker(DOCKER, "push", image)
+    docker(DOCKER, "rmi", image)
+    return image
+
+
+def networks(url: str) -> list[str]:
+    return docker(url, "network", "ls", "-q", "--no-trunc", "--filter", f"name=^{NETWORK}$").split()
+
+
+needs_own_engine = [
+    needs_docker[1],
+    pytest.mark.skipif(
+        os.getuid() != 0 or shutil.which("dockerd") is None, reason="no dockerd to start, or not root"
+    ),
+    pytest.mark.skipif(
+        not REGISTRY, reason="no registry: scripts/engines up registry, then eval its exports"
+    ),
+]
+
+
+class TestANewEngine:
+    pytestmark = needs_own_engine
+
+    async def test_thirty_first_creates_at_once_find_no_image_no_network_and_no_program(
+        self, new_engine: str, registry_image: str
+    ) -> None:
+        """Three repairs, each with tries of its own, and one network for all."""
+        async with boxes_on(new_engine) as boxes:
+            made = await asyncio.gather(*(boxes.make(network=FULL, image=registry_image) for _ in range(30)))
+            assert len(set(made)) == 30
+            assert len(networks(new_engine)) == 1
+
+    async def test_networks_of_one_name_are_no_ambiguity_and_the_surplus_goes(
+        self, new_engine: str, registry_image: str
+    ) -> None:
+        """As an earlier version, or many processes at once, made them."""
+        body = json.dumps({"Name": NETWORK, "CheckDuplicate": False, "Labels": {"lowtide-cache": "network"}})
+        command = ["curl", "-sf", "--unix-socket", new_engine.removeprefix("unix://"), "-d", body]
+        command += ["-H", "Content-Type: application/json", "http://engine/v1.41/networks/create"]
+        for _ in range(3):
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        foreign = docker(new_engine, "network", "create", f"{NETWORK}-of-somebody")
+        before = networks(new_engine)
+        assert len(before) >= 3
+        try:
+            async with boxes_on(new_engine) as boxes:
+                box = await boxes.make(network=FULL, image=registry_image)
+                (used,) = (await boxes.provider.inspect(box))["NetworkSettings"]["Networks"].values()
+                assert networks(new_engine) == [used["NetworkID"]]
+            assert foreign in docker(new_engine, "network", "ls", "-q", "--no-trunc").split()
+        finally:
+            docker(new_engine, "network", "rm", foreign)
+
+    async def test_a_network_that_somebody_removes_is_made_again(
+        self, new_engine: str, registry_image: str
+    ) -> None:
+        async with boxes_on(new_engine) as boxes:
+            first = await boxes.make(network=FULL, image=registry_image)
+            await boxes.provider.destroy(first)
+            docker(new_engine, "network", "rm", *networks(new_engine))
+            assert await boxes.make(network=FULL, image=registry_image)
+
+    async def test_many_processes_at_once(self, new_engine: str, registry_image: str) -> None:
+        for network in networks(new_engine):
+            docker(new_engine, "network", "rm", network)
+        command = [sys.executable, "-c", _MAKES_TEN, new_engine, registry_image]
+        running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+        try:
+            said = [await asyncio.to_thread(one.communicate, timeout=120) for one in running]
+        finally:
+            for one in running:
+                one.kill()
+        assert [out for out, _ in said] == ["10\n"] * 3
+        async with boxes_on(new_engine) as boxes:  # whoever comes next finds one network, or leaves one
+            await boxes.make(network=FULL, image=registry_image)
+            assert len(networks(new_engine)) == 1
+
+
+_MAKES_TEN = """
+import asyncio, sys
+from tests.container_engine import boxes_on
+from lowtide.providers.base import Network, NetworkMode
+
+async def main():
+    async with boxes_on(sys.argv[1]) as boxes:
+        full = Network(mode=NetworkMode.INTERNET)
+        print(len(await asyncio.gather(*(boxes.make(network=full, image=sys.argv[2]) for _ in range(10)))))
+
+asyncio.run(main())
+"""
+
+
+# -- images and variables
+
+
+@needs_docker[1]
+@pytest.mark.parametrize("link_to_it", [False, True], ids=["itself", "by-a-link"])
+async def test_an_image_whose_passwd_blocks_the_engine_is_refused_before_it_is_started(
+    link_to_it: bool,
+) -> None:
+    """Started, the engine would wait at the FIFO for ever, and answer nothing about the container any more."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        fifo = tarfile.TarInfo("etc/waits" if link_to_it else "etc/passwd")
+        fifo.type = tarfile.FIFOTYPE
+        tar.addfile(fifo)
+        if link_to_it:
+            entry = tarfile.TarInfo("etc/passwd")
+            entry.type, entry.linkname = tarfile.SYMTYPE, "waits"
+            tar.addfile(entry)
+    image = f"lowtide-test-fifo:{secrets.token_hex(6)}"
+    docker(DOCKER, "import", "-", image, input=out.getvalue())
+    try:
+        async with boxes_on(DOCKER) as boxes:
+            spec = boxes.spec(image=image)
+            with pytest.raises(SandboxFailedError, match="/etc/passwd"):
+                await asyncio.wait_for(boxes.provider.create(spec), 60)
+            assert await boxes.provider.find(spec) is None
+    finally:
+        docker(DOCKER, "rmi", image)
+
+
+@pytest.mark.parametrize("name", ["LOWTIDE_KEY", "LOWTIDE_FIRST"])
+async def test_variables_that_the_program_inside_takes_are_refused(boxes: Boxes, name: str) -> None:
+    with pytest.raises(ValidationError, match=name):
+        await boxes.make(environment={name: "x"})
+    assert [info async for info in boxes.provider.list({"lowtide-ledger": boxes.ledger_id})] == []
