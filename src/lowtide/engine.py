@@ -259,7 +259,7 @@ def _part(loop: asyncio.AbstractEventLoop) -> None:
     selector = getattr(loop, "_selector", None)
     if selector is None:
         return
-    nowhere, other = socket.socketpair()
+    nowhere, other = threads.socketpair()
     other.close()
     for descriptor in list(selector.get_map() or ()):
         # Its connections are the child's, too: an SDK's that is let go of here says goodbye in TLS, and the
@@ -278,7 +278,7 @@ def _part(loop: asyncio.AbstractEventLoop) -> None:
 def _is_connection(descriptor: int) -> bool:
     if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
         return False
-    with socket.socket(fileno=os.dup(descriptor)) as same:
+    with threads.Socket(fileno=os.dup(descriptor)) as same:
         return same.family in (socket.AF_INET, socket.AF_INET6)
 
 

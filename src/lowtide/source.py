@@ -6,7 +6,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import os
-import select
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -73,7 +72,7 @@ def _read_when_ready(file: Any, read: Callable[[int], Any]) -> Any:
     try:
         if os.get_blocking(file.fileno()):
             return None
-        select.select([file], [], [])
+        threads.select_ready([file], [], [])
     except (AttributeError, OSError, ValueError):
         return None  # no descriptor behind it
     return read(_STDIN_CHUNK)

@@ -1,29 +1,39 @@
-"""Real threads, and locks between them, that nothing in the program can take away.
+"""Real threads, locks between them, and what they call, that nothing in the program can take away.
 
 The engine and its helpers run in threads of their own. Two things could stop them:
 
-* gevent's and eventlet's ``monkey.patch_all()`` replace threads by greenlets and locks by the locks of one hub. An
-  engine "thread" would then be a greenlet on the main thread, and a lock that two real threads share could wait for
-  ever. So this module takes the functions that the patch has replaced.
+* gevent's ``monkey.patch_all()`` replaces threads by greenlets and locks by the locks of one hub. An engine "thread"
+  would then be a greenlet on the main thread, and a lock that two real threads share could wait for ever. It also makes
+  every socket non-blocking, for the process at its other end, too, and lets only the main thread start processes. So
+  this module takes the functions that the patch has replaced. eventlet's patch cannot be told apart that far: see
+  `check_supported`.
 * A signal handler runs on top of interrupted code, which may hold a lock of the standard library (`threading` has one
   that every ``Thread.start()`` takes). So threads are started with the interpreter's own function, without that lock.
 """
 
 from __future__ import annotations
 
+import _socket
 import _thread
 import concurrent.futures
 import contextlib
+import functools
+import importlib.util
 import os
+import select
 import selectors
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
 from _queue import Empty as Empty
 from _queue import SimpleQueue as SimpleQueue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
+
+from lowtide.errors import UnsupportedError
 
 T = TypeVar("T")
 
@@ -55,6 +65,18 @@ def patched_by() -> str | None:
     return None
 
 
+def check_supported() -> None:
+    """Before the first create. Raises UnsupportedError under eventlet, where sandboxes would be left behind."""
+    if patched_by() == "eventlet":
+        raise UnsupportedError(
+            "lowtide cannot work in a process that eventlet.monkey_patch() has changed: its sockets, pipes and processes "
+            "belong to eventlet's hub, which lowtide's own threads cannot use. Use gevent or plain threads (for gunicorn: "
+            "-k gevent or -k gthread), or call lowtide in a process of its own",
+            feature="eventlet",
+            alternative="gevent or threads",
+        )
+
+
 def _original(module: str, name: str) -> Any:
     """The standard library's own function, from whichever library has put another in its place."""
     library = patched_by()
@@ -70,6 +92,11 @@ get_ident: Callable[[], int] = _original("_thread", "get_ident")
 Lock: Callable[[], _thread.LockType] = _original("_thread", "allocate_lock")
 """A lock of the interpreter. Waiting for one stops the whole thread, greenlets included: hold it for a moment only."""
 RLock: Callable[[], Any] = _thread.RLock
+Socket: type[socket.socket] = _original("socket", "socket")
+posix_spawn: Callable[..., int] = _original("os", "posix_spawn")
+select_ready = _original("select", "select")
+poll: Callable[[], select.poll] = _original("select", "poll")
+_getaddrinfo: Callable[..., Any] = _original("socket", "getaddrinfo")
 
 _own: set[int] = set()
 
@@ -324,7 +351,46 @@ def new_event_loop() -> Any:
 
     if patched_by() is None:
         return asyncio.new_event_loop()
-    return asyncio.SelectorEventLoop(_Epoll())
+
+    class Loop(asyncio.SelectorEventLoop):
+        async def getaddrinfo(
+            self, host: Any, port: Any, *, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0
+        ) -> Any:
+            return await self.run_in_executor(None, _getaddrinfo, host, port, family, type, proto, flags)
+
+    return Loop(_Epoll())
+
+
+def socketpair(
+    family: int = socket.AF_UNIX, kind: int = socket.SOCK_STREAM
+) -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets that block, at both ends, unless told otherwise."""
+    one, other = _socket.socketpair(family, kind)
+    return Socket(family, kind, 0, one.detach()), Socket(family, kind, 0, other.detach())
+
+
+def run_process(command: Sequence[str], **how: Any) -> subprocess.CompletedProcess[Any]:
+    """`subprocess.run`, from any thread."""
+    if patched_by() is None:
+        return subprocess.run(command, **how)
+    try:
+        done: subprocess.CompletedProcess[Any] = _unpatched_subprocess().run(command, **how)
+    except Exception as error:
+        if type(error).__name__ == "TimeoutExpired":
+            raise subprocess.TimeoutExpired(command, how.get("timeout", 0.0)) from error
+        raise
+    return done
+
+
+@functools.cache
+def _unpatched_subprocess() -> Any:
+    """A second copy of the module: the patch has replaced what the functions of the first one use."""
+    spec = importlib.util.find_spec("subprocess")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lowtide import isolated, logger, machine
+from lowtide import isolated, logger, machine, threads
 from lowtide.errors import MissingDependencyError
 from lowtide.lifecycle.owner import Owner
 from lowtide.providers.base import Provider
@@ -245,7 +245,7 @@ class GuardianLink:
 
 def connect(path: Path) -> socket.socket | None:
     """A connection to the guardian of that state directory, or None when there is none. Never waits."""
-    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    link = threads.Socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         # One that is stopped and has its hands full would let a connect wait for as long as it stands still.
         link.setblocking(False)
@@ -299,7 +299,7 @@ def launch(path: Path) -> int:
     null = os.open(os.devnull, os.O_RDWR)
     errors = os.open(path / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        return os.posix_spawn(
+        return threads.posix_spawn(
             command[0],
             command,
             environ,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lowtide import engine, logger, settings
+from lowtide import engine, logger, settings, threads
 from lowtide.errors import (
     LedgerError,
     SandboxGone,
@@ -113,6 +113,7 @@ class Lifecycle:
     def prepare(self, provider: Provider) -> None:
         """Before this process owns anything there: settings, exit hook, signals and guardian."""
         settings.check()
+        threads.check_supported()
         signals.install(self._end_everything, len(self.held) + 1)
         if self.guardian is not None:
             self.guardian.wanted(provider)

@@ -196,7 +196,7 @@ def _kill_and_wait(marks: Sequence[ProcessMark | None], sandbox_id: str) -> None
     try:
         deadline = time.monotonic() + _PATIENCE_SECONDS
         for fd in fds:
-            poll = select.poll()
+            poll = threads.poll()
             poll.register(fd, select.POLLIN)
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 raise _not_ended(sandbox_id)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lowtide import threads
 from lowtide.errors import LowtideError, SandboxFailedError, UnsupportedError
 from lowtide.providers.base import Network, NetworkMode
 
@@ -47,7 +47,7 @@ async def start(
 
 def _run(asked: str, sandbox_id: str) -> dict[str, Any]:
     python = getattr(sys, "_base_executable", None) or sys.executable
-    done = subprocess.run(
+    done = threads.run_process(
         [
             python,
             "-I",
