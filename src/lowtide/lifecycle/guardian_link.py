@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lowtide import isolated, logger, machine, threads
+from lowtide import isolated, logger, machine, orphans, threads
 from lowtide.errors import MissingDependencyError
 from lowtide.lifecycle.owner import Owner
 from lowtide.providers.base import Provider
@@ -299,7 +299,7 @@ def launch(path: Path) -> int:
     null = os.open(os.devnull, os.O_RDWR)
     errors = os.open(path / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        return threads.posix_spawn(
+        launcher = threads.posix_spawn(
             command[0],
             command,
             environ,
@@ -312,6 +312,8 @@ def launch(path: Path) -> int:
             setsigmask=(),
             setsigdef=[n for n in signal.valid_signals() if n not in (signal.SIGKILL, signal.SIGSTOP)],
         )
+        orphans.expect_from(launcher)
+        return launcher
     finally:
         os.close(errors)
         os.close(null)

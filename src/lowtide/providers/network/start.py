@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lowtide import threads
+from lowtide import orphans, threads
 from lowtide.errors import LowtideError, SandboxFailedError, UnsupportedError
 from lowtide.providers.base import Network, NetworkMode
 
@@ -42,6 +42,7 @@ async def start(
     answered = await asyncio.to_thread(_run, json.dumps(asked), sandbox_id)
     if "why" in answered:
         raise _failure(provider, sandbox_id, network, answered)
+    orphans.expect(answered["pid"])
     return Served(answered["pid"], answered["start_time"])
 
 
