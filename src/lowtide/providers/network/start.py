@@ -42,7 +42,7 @@ async def start(
     answered = await asyncio.to_thread(_run, json.dumps(asked), sandbox_id)
     if "why" in answered:
         raise _failure(provider, sandbox_id, network, answered)
-    orphans.expect(answered["pid"])
+    orphans.expect(answered["pid"], answered["start_time"])
     return Served(answered["pid"], answered["start_time"])
 
 

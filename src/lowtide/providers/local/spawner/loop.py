@@ -20,12 +20,9 @@ from .config import config
 from .create import Spare
 from .end_tree import terminate_tree
 from .free_disk import FreeDisk
-from .kernel import PR_SET_CHILD_SUBREAPER, SYS_CLOSE_RANGE, libc, put
+from .kernel import SYS_CLOSE_RANGE, libc, put
 from .set_up import configure, stage_more
 from .wire import Cut, Fds, Message, failure, receive, send
-
-ADOPTED_SECONDS = 10.0
-"""How long it stays for sandboxes without commands when its owner is gone: the guardian ends them in about one."""
 
 
 class Spawner:
@@ -50,12 +47,11 @@ class Spawner:
         control = self.control.fileno()
         for fd in (wake_r, self.births_r, control):
             self.poller.register(fd, select.EPOLLIN)
-        serving, leaves_at = True, 0.0
-        # Its commands are its children, and so are the sandboxes, which it adopts. When the owner is gone it stays to reap
-        # them: a sandbox is dead only when the last zombie in it is reaped, and the machine's init may take a second or
-        # more for that, or for ever. A sandbox that is kept goes on without it.
-        while serving or self.processes or self.firsts or (time.monotonic() < leaves_at and has_children()):
-            for fd, _ in self.poller.poll(self.wait_seconds(serving, leaves_at)):
+        serving = True
+        # Its commands are its children. When the owner is gone it stays to reap them: a sandbox is dead only
+        # when the last zombie in it is reaped, and the machine's init may take a second or more for that.
+        while serving or self.processes or self.firsts:
+            for fd, _ in self.poller.poll(self.room.wait_seconds() if serving else -1):
                 if fd == control:
                     try:
                         request = receive(self.control)
@@ -63,7 +59,7 @@ class Spawner:
                         self.refuse(cut)
                         continue
                     if request is None:
-                        serving, leaves_at = False, time.monotonic() + ADOPTED_SECONDS
+                        serving = False
                         self.poller.unregister(control)
                         continue
                     self.handle(*request)
@@ -77,11 +73,6 @@ class Spawner:
                 elif fd == self.births_r:
                     self.take_births()
             self.room.look()
-
-    def wait_seconds(self, serving: bool, leaves_at: float) -> float:
-        if serving:
-            return self.room.wait_seconds()
-        return -1 if self.processes or self.firsts else max(0.0, leaves_at - time.monotonic())
 
     def refuse(self, cut: Cut) -> None:
         """The first descriptor of a request is where it is answered."""
@@ -178,7 +169,7 @@ class Spawner:
             else:
                 self.early[pid] = status
                 self.take_births()
-                if len(self.early) > 4096:
+                if len(self.early) > 64:
                     self.early.pop(next(iter(self.early)))
 
     def ended(self, key: int, status: int) -> None:
@@ -191,14 +182,6 @@ class Spawner:
             os.close(reply)
 
 
-def has_children() -> bool:
-    """Whether one of this process's own or adopted children has not ended yet."""
-    with contextlib.suppress(ChildProcessError):
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        return True
-    return False
-
-
 def main(fd: int) -> None:
     control = socket.socket(fileno=fd)
     # What the embedding program left inheritable is not for sandboxes.
@@ -209,9 +192,6 @@ def main(fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     os.setsid()
-    libc.prctl(
-        PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0
-    )  # what ends a sandbox's first processes leaves zombies here
     gc.disable()
     gc.freeze()
     Spawner(control).run()
