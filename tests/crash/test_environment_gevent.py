@@ -21,7 +21,7 @@ GEVENT = {"ACTOR_GEVENT": "1"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
-@pytest.mark.parametrize("scenario", ["in_session", "worker_threads"])
+@pytest.mark.parametrize("scenario", ["hold", "in_session"])
 def test_a_signal(world: World, scenario: str, number: signal.Signals) -> None:
     actor = world.start(scenario, 2, **GEVENT)
     actor.until("READY")
