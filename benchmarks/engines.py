@@ -73,7 +73,7 @@ def kubernetes_create(samples: int) -> Comparison:
     kubectl, image = _kubectl()
 
     def ours() -> float:
-        sandbox = Sandbox(provider="kubernetes", container_image=image, network="full")
+        sandbox = Sandbox(provider="kubernetes", container_image=image, network="internet")
         try:
             return timed(sandbox.wait)
         finally:
@@ -107,7 +107,7 @@ def kubernetes_create(samples: int) -> Comparison:
 
 def kubernetes_exec(samples: int) -> Comparison:
     kubectl, image = _kubectl()
-    with Sandbox.run(provider="kubernetes", container_image=image, network="full") as sandbox:
+    with Sandbox.run(provider="kubernetes", container_image=image, network="internet") as sandbox:
         argv = [kubectl, "exec", str(sandbox.wait().sandbox_id), "--", "true"]
         mine, theirs = interleave(_command(sandbox), lambda: timed(lambda: run(argv)), samples=samples)
     return Comparison(
@@ -128,7 +128,7 @@ def kubernetes_transfer(samples: int) -> Comparison:
     memory = Path("/dev/shm")
     with (
         tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as place,
-        Sandbox.run(provider="kubernetes", container_image=image, network="full") as sandbox,
+        Sandbox.run(provider="kubernetes", container_image=image, network="internet") as sandbox,
     ):
         source, back = Path(place, "source"), Path(place, "back")
         source.write_bytes(os.urandom(1_000_000) * 100)

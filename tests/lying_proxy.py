@@ -24,6 +24,8 @@ class Answer:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
+CLOSE_DELIMITED = 0
+"""The status, of HTTP, of an answer without a length that ends with its connection."""
 Forward = Callable[[], Awaitable[Answer]]
 Lie = Callable[[Forward], Awaitable[Answer]]
 """What is answered in place of the service, which `Forward` asks."""
@@ -182,7 +184,7 @@ class Modal(Dialect):
         "SandboxTagsGet": "get",
         "SandboxGetFromName": "list",
         "SandboxTerminate": "destroy",
-        "SandboxGetTaskId": "start",
+        "TaskExecStart": "start",
     }
 
     def operation(self, method: str, path: str) -> str:
@@ -288,12 +290,14 @@ async def proxying(
         yield proxy, {**environment, **through}
 
 
+_STREAMED = ("", "start")
+"""Operations whose answers may go on for as long as a command does."""
 _HOPS = ("connection", "transfer-encoding", "content-length", "host", "keep-alive", "content-encoding")
 
 
 @asynccontextmanager
 async def _serving_http(proxy: Proxy) -> AsyncIterator[str]:
-    from aiohttp import ClientSession, ClientTimeout, web
+    from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
     session = ClientSession(timeout=ClientTimeout(), auto_decompress=False)
 
@@ -311,13 +315,28 @@ async def _serving_http(proxy: Proxy) -> AsyncIterator[str]:
                 kept = {name: value for name, value in got.headers.items() if name.lower() not in _HOPS}
                 return Answer(status=got.status, body=await got.read(), headers=kept)
 
+        if operation in _STREAMED and operation not in proxy.lies:
+            return await stream(request, body, headers)
         answer = await proxy.answer(operation, forward)
-        if answer.status == 0:  # close-delimited, and cut where the body ends
+        if answer.status == CLOSE_DELIMITED:
             assert request.transport is not None
             request.transport.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + answer.body)
             request.transport.close()
             return web.Response()
         return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
+
+    async def stream(request: web.Request, body: bytes, headers: dict[str, str]) -> web.StreamResponse:
+        url = proxy.service + request.raw_path
+        async with session.request(
+            request.method, url, headers=headers, data=body, allow_redirects=False
+        ) as got:
+            kept = {name: value for name, value in got.headers.items() if name.lower() not in _HOPS}
+            response = web.StreamResponse(status=got.status, headers=kept)
+            await response.prepare(request)
+            with contextlib.suppress(ClientError):  # a sandbox that ends cuts its streams
+                async for chunk in got.content.iter_any():
+                    await response.write(chunk)
+            return response
 
     app = web.Application(client_max_size=1 << 30)
     app.router.add_route("*", "/{path:.*}", handle)

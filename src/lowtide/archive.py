@@ -11,10 +11,8 @@ from typing import NamedTuple
 
 from lowtide.trees.pack import Pack
 from lowtide.trees.tar_stream import Reader, TarError
-from lowtide.trees.unpack import Careful, TooLarge
+from lowtide.trees.unpack import Careful
 from lowtide.trees.walk import DIRECTORY, Position
-
-__all__ = ["Chunks", "TooLarge", "Tree", "merge", "pack", "unpack"]
 
 
 class Tree(NamedTuple):

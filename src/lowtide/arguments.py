@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 from lowtide.errors import ValidationError
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+RESERVED_VARIABLES = frozenset({"LOWTIDE_KEY", "LOWTIDE_FIRST"})
+"""Of the program inside, on every provider (`providers.inside.program`)."""
 
 
 def wrong(argument: str, problem: str) -> ValidationError:
@@ -97,6 +99,17 @@ def environment(argument: str, value: Any) -> dict[str, str]:
             refuse(argument, f"must map to strings; {name} is a {type(content).__name__}")
         _passable(argument, content, f"; {name} does")
     return dict(value)
+
+
+def sandbox_environment(argument: str, value: Any) -> dict[str, str]:
+    """As `environment`, for the variables of a whole sandbox: without those that lowtide's program in there takes out of them."""
+    found = environment(argument, value)
+    for name in sorted(RESERVED_VARIABLES.intersection(found)):
+        refuse(
+            argument,
+            f"must not have {name}: lowtide's program in the sandbox takes this variable for itself. Choose another name",
+        )
+    return found
 
 
 def _passable(argument: str, value: str, which: str = "") -> None:

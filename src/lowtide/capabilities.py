@@ -49,11 +49,6 @@ def check(settings: SandboxDefaults) -> None:
     chosen = settings.provider or registry.default_name()
     provider = registry.provider_class(chosen) if isinstance(chosen, str) else type(chosen)
     validate.provider_options(provider, settings.provider_options)
-    if any(name.startswith("LOWTIDE_") for name in settings.environment_variables):
-        from lowtide.providers.inside.program import check_variables
-
-        # On every provider, also where no program takes them: code that runs on one runs on all.
-        check_variables(settings.environment_variables)
     for argument, capability in _asked_for(settings):
         require(provider, capability, argument, settings.isolation)
 

@@ -160,7 +160,7 @@ class SandboxDefaults:
 
     def merge_environment_variables(self, extra: Mapping[str, str] | None) -> dict[str, str]:
         """These variables with `extra` on top."""
-        more = validate.environment("environment_variables", extra or {})
+        more = validate.sandbox_environment("environment_variables", extra or {})
         return {**self.environment_variables, **more}
 
     def merged(self, options: Mapping[str, Any]) -> Self:
@@ -192,7 +192,7 @@ _CHECKS = {
     "command": validate.command,
     "args": validate.strings,
     "working_dir": validate.absolute_path,
-    "environment_variables": validate.environment,
+    "environment_variables": validate.sandbox_environment,
     "tags": validate.tags,
     "resources": validate.resources,
     "network": validate.network,

@@ -24,6 +24,7 @@ from lowtide.stream import StreamReader, pump
 from lowtide.transfer import Moved, Transfer, verify
 from lowtide.trees import holes
 from lowtide.trees.remove import remove_tree
+from lowtide.trees.walk import TooLarge
 
 T = TypeVar("T")
 
@@ -66,8 +67,6 @@ class _Bound:
         self._context: dict[str, Any] = {"path": remote, "provider": provider.name, "sandbox_id": sandbox_id}
         expected = declared + UNDECLARED_BYTES
         self.bytes = expected if most is None else min(expected, most)
-        if most is not None and declared > most:
-            raise self.exceeded()
 
     @classmethod
     async def of(
@@ -94,17 +93,16 @@ class _Bound:
         )
 
     async def hold(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """The chunks, up to the bound. Raises SandboxFileError beyond it."""
+        """The chunks, up to the bound; holes come as zeros and count. Raises SandboxFileError beyond it."""
         count = 0
         async with _closed_after(chunks):
+            if self._declared > self.bytes:
+                raise self.exceeded()
             async for chunk in chunks:
                 count += len(chunk)
-                self.check(count)
+                if count > self.bytes:
+                    raise self.exceeded()
                 yield chunk
-
-    def check(self, count: int) -> None:
-        if count > self.bytes:
-            raise self.exceeded()
 
 
 def _too_large(most: int, *, path: str, provider: str, sandbox_id: str) -> SandboxFileError:
@@ -177,9 +175,10 @@ async def _download_beside(
         if isinstance(provider, DirectFiles) and moved is None:
             try:
                 count = await provider.read_into(sandbox_id, remote, fd, max_bytes=bound.bytes)
+            except TooLarge:
+                raise bound.exceeded() from None
             finally:
                 os.close(fd)
-            bound.check(count)
         else:
             count, _ = await _into_thread(bound.hold(provider.read_file(sandbox_id, remote)), keep)
         executable = 0o111 if entry.kind is FileKind.FILE and entry.mode & 0o100 else 0
@@ -225,7 +224,7 @@ async def _unpack_beside(
         except asyncio.CancelledError:
             await _to_its_end(moving)  # moved and removed at once, half of it would be left in place
             raise
-    except archive.TooLarge:
+    except TooLarge:
         assert max_bytes is not None
         raise _too_large(max_bytes, path=remote, provider=provider.name, sandbox_id=sandbox_id) from None
     except tarfile.TarError as error:
@@ -286,7 +285,8 @@ async def _into_thread(
     taking = asyncio.ensure_future(in_thread(lambda: take(stream)))
     taking.add_done_callback(lambda _: stream.close())  # it may end early: then nobody makes room
     try:
-        count = await pump(_until_done(chunks, taking), stream)
+        async with contextlib.aclosing(_until_done(chunks, taking)) as wanted:
+            count = await pump(wanted, stream)
         stream.end()
         return count, await asyncio.shield(taking)
     except BaseException as error:
@@ -297,7 +297,9 @@ async def _into_thread(
         raise
 
 
-async def _until_done(chunks: AsyncIterator[bytes], taking: asyncio.Future[Any]) -> AsyncIterator[bytes]:
+async def _until_done(
+    chunks: AsyncIterator[bytes], taking: asyncio.Future[Any]
+) -> AsyncGenerator[bytes, None]:
     async with _closed_after(chunks):
         async for chunk in chunks:
             if taking.done():

@@ -60,8 +60,10 @@ def _memory(data: bytes | bytearray) -> int:
         )
         inside ^= (len(parts) - 1) & 1
     text_character = max(text_character, character)
-    # One byte more for each: a string with escapes is put together from pieces.
-    return structure + len(data) * (character + 1) + max(0, text - 5 * escapes) * (text_character + 1)
+    # A string with escapes is put together from pieces, of a byte for each character, in a buffer a quarter too large.
+    return (
+        structure + len(data) * (character + 1) + max(0, text - 5 * escapes) * (5 * text_character + 4) // 4
+    )
 
 
 def _width(window: bytes | bytearray) -> int:

@@ -14,6 +14,7 @@ from lowtide.arguments import content as content
 from lowtide.arguments import environment as environment
 from lowtide.arguments import path as path
 from lowtide.arguments import refuse
+from lowtide.arguments import sandbox_environment as sandbox_environment
 from lowtide.arguments import strings as strings
 from lowtide.arguments import text as text
 from lowtide.arguments import wrong as wrong

@@ -33,6 +33,7 @@ from tests.container_engine import (
 from tests.lying_engine import HTML, LyingProxy, json_answer
 
 from lowtide.errors import (
+    SandboxError,
     SandboxFailedError,
     SandboxNotFoundError,
     SandboxUnavailableError,
@@ -189,6 +190,26 @@ async def test_an_inspect_that_describes_another_container_is_not_believed() -> 
 
 
 @needs_docker[1]
+async def test_a_not_found_that_names_another_container_is_no_end() -> None:
+    """One that names the container by the engine's id is, which is another one than ours."""
+    async with behind_proxy() as (boxes, proxy):
+        box = await boxes.make()
+        real = identity(DOCKER, box)
+
+        def missing(named: str) -> bytes:
+            return json_answer(json.dumps({"message": f"No such container: {named}"}).encode(), 404)
+
+        for method in ("DELETE", "GET"):
+            proxy.lie(method, f"/containers/{real}", forward=False, answer=missing("f" * 64))
+            with pytest.raises(SandboxUnavailableError, match="another container"):
+                await boxes.provider.destroy(box)
+            assert exists(DOCKER, real)
+        proxy.truth()
+        docker(DOCKER, "rm", "-f", box)
+        assert await boxes.provider.destroy(box) is False
+
+
+@needs_docker[1]
 async def test_a_connection_that_goes_silent_is_replaced_and_commands_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -248,9 +269,10 @@ async def test_a_pause_is_refused_where_the_engine_outlives_this_machine() -> No
 
 @pytest.fixture(scope="module")
 def new_engine() -> Iterator[str]:
-    """An engine of its own, with nothing on it. It changes nothing of this machine's network."""
+    """An engine of its own, with nothing on it, in namespaces of its own: an engine changes bridges, rules and mounts of the
+    machine that it finds. There the registry is where it is here."""
     home = Path(tempfile.mkdtemp(prefix="lowtide-engine-", dir="/tmp"))  # short: its sockets are in there
-    url = f"unix:///tmp/lowtide-test-engine-{os.getpid()}-{secrets.token_hex(3)}.sock"
+    url, port = f"unix://{home}/engine.sock", REGISTRY.rpartition(":")[2]
     arguments = [
         "-H",
         url,
@@ -261,28 +283,44 @@ def new_engine() -> Iterator[str]:
         "--pidfile",
         f"{home}/pid",
     ]
-    arguments += ["--bridge", "none", "--iptables=false", "--ip6tables=false", "--storage-driver", "vfs"]
-    arguments += ["--default-address-pool", "base=10.213.128.0/17,size=24"]
-    with (home / "log").open("wb") as file:
-        engine = subprocess.Popen(
-            ["unshare", "--mount", "dockerd", *arguments], stdout=file, stderr=file, cwd=home
-        )
+    arguments += ["--storage-driver", "vfs"]
+    script = 'ip link set lo up && exec dockerd "$@"'
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*command: str) -> subprocess.Popen[bytes]:
+        with (home / "log").open("ab") as file:
+            started.append(subprocess.Popen(command, stdout=file, stderr=file, cwd=home))
+        return started[-1]
+
     try:
+        start("socat", f"UNIX-LISTEN:{home}/registry,fork", f"TCP:127.0.0.1:{port}")
+        engine = start(
+            *("setpriv", "--pdeathsig", "TERM", "unshare", "--mount", "--net"),
+            "sh",
+            "-c",
+            script,
+            "sh",
+            *arguments,
+        )
         for _ in range(300):
             with contextlib.suppress(subprocess.CalledProcessError):
                 docker(url, "version")
                 break
             assert engine.poll() is None, (home / "log").read_text()[-2000:]
             time.sleep(0.1)
+        inside = ("nsenter", f"--net=/proc/{engine.pid}/ns/net")
+        start(
+            *inside,
+            "socat",
+            f"TCP-LISTEN:{port},bind=127.0.0.1,fork,reuseaddr",
+            f"UNIX-CONNECT:{home}/registry",
+        )
         yield url
     finally:
-        networks = docker(url, "network", "ls", "-q", "--filter", "label=lowtide-cache").split()
-        for network in networks:
-            docker(url, "network", "rm", network)
-        engine.terminate()
-        engine.wait(60)
+        for one in reversed(started):
+            one.terminate()
+            one.wait(60)
         shutil.rmtree(home)
-        Path(url.removeprefix("unix://")).unlink(missing_ok=True)
 
 
 @pytest.fixture
@@ -302,7 +340,8 @@ def networks(url: str) -> list[str]:
 needs_own_engine = [
     needs_docker[1],
     pytest.mark.skipif(
-        os.getuid() != 0 or shutil.which("dockerd") is None, reason="no dockerd to start, or not root"
+        os.getuid() != 0 or not all(shutil.which(one) for one in ("dockerd", "socat", "ip", "curl")),
+        reason="no engine can be started here: it takes root, dockerd, socat, ip and curl",
     ),
     pytest.mark.skipif(
         not REGISTRY, reason="no registry: scripts/engines up registry, then eval its exports"
@@ -312,6 +351,17 @@ needs_own_engine = [
 
 class TestANewEngine:
     pytestmark = needs_own_engine
+
+    async def test_a_first_create_finds_no_image_no_network_and_no_program(
+        self, new_engine: str, registry_image: str
+    ) -> None:
+        for what in ("network", "volume"):
+            for one in docker(new_engine, what, "ls", "-q", "--filter", "label=lowtide-cache").split():
+                docker(new_engine, what, "rm", one)
+        assert networks(new_engine) == []
+        async with boxes_on(new_engine) as boxes:
+            box = await boxes.make(network=FULL, image=registry_image)
+            assert await boxes.provider.destroy(box) is True
 
     async def test_thirty_first_creates_at_once_find_no_image_no_network_and_no_program(
         self, new_engine: str, registry_image: str
@@ -410,6 +460,42 @@ async def test_an_image_whose_passwd_blocks_the_engine_is_refused_before_it_is_s
             assert await boxes.provider.find(spec) is None
     finally:
         docker(DOCKER, "rmi", image)
+
+
+@needs_docker[1]
+async def test_no_snapshot_is_made_that_would_block_the_engine() -> None:
+    async with boxes_on(DOCKER) as boxes:
+        box = await boxes.make()
+        script = "cp /etc/passwd /kept; rm /etc/passwd; mkfifo /etc/passwd"
+        assert (await boxes.run(box, "sh", "-c", script))[0] == 0
+        before = await boxes.provider.list_snapshots()
+        with pytest.raises(SandboxError, match="/etc/passwd"):
+            await boxes.provider.snapshot(box, "blocks")
+        assert set(await boxes.provider.list_snapshots()) <= set(before)
+        assert (await boxes.run(box, "sh", "-c", "rm /etc/passwd; mv /kept /etc/passwd"))[0] == 0
+        snapshot = await boxes.provider.snapshot(box, "starts")
+        assert await boxes.provider.delete_snapshot(snapshot)
+
+
+@needs_docker[1]
+async def test_a_passwd_that_becomes_a_fifo_costs_later_users_a_bounded_wait_and_the_end_no_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine reads it for every new channel into the sandbox."""
+    monkeypatch.setattr("lowtide.providers.docker.provider._RESTART_SECONDS", 3.0)
+    async with boxes_on(DOCKER) as boxes:
+        box = await boxes.make()
+        assert (await boxes.run(box, "sh", "-c", "rm /etc/passwd; mkfifo /etc/passwd"))[0] == 0
+        second = DockerProvider.connect({**os.environ, "DOCKER_HOST": boxes.url})
+        try:
+            async with asyncio.timeout(60):
+                with pytest.raises(SandboxUnavailableError):
+                    await second.start_process(box, ProcessSpec(argv=("true",)))
+                assert (await second.get(box)).state is SandboxState.RUNNING
+                assert await second.destroy(box) is True
+        finally:
+            await second.aclose()
+        assert await boxes.gone(box)
 
 
 @pytest.mark.parametrize("name", ["LOWTIDE_KEY", "LOWTIDE_FIRST"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -38,7 +39,8 @@ def manifests(namespace: str) -> list[dict[str, Any]]:
 
 @pytest_asyncio.fixture
 async def restricted(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[KubernetesProvider]:
-    """A provider that may do what the page says, in a namespace of its own. A parameter is a right that it lacks."""
+    """A provider that may do what the page says, in a namespace of its own. A parameter is a right that it lacks: a
+    resource, or one verb of it (``secrets:delete``)."""
     lacking = getattr(request, "param", None)
     admin = KubernetesProvider.connect(os.environ)
     namespace = f"lowtide-test-{secrets.token_hex(4)}"
@@ -51,7 +53,8 @@ async def restricted(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIte
     try:
         for manifest in manifests(namespace):
             if "rules" in manifest:
-                manifest["rules"] = [r for r in manifest["rules"] if lacking not in r["resources"]]
+                manifest["rules"] = [_without(rule, lacking) for rule in manifest["rules"]]
+                manifest["rules"] = [rule for rule in manifest["rules"] if rule["verbs"]]
             await admin._api.request("POST", PATHS[manifest["kind"]].format(namespace), body=manifest)
         answer = await admin._api.request(
             "POST",
@@ -83,6 +86,13 @@ async def restricted(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIte
             await provider.aclose()
         await admin._api.request("DELETE", f"/api/v1/namespaces/{namespace}", body={})
         await admin.aclose()
+
+
+def _without(rule: dict[str, Any], lacking: str | None) -> dict[str, Any]:
+    resource, _, verb = (lacking or "").partition(":")
+    if resource not in rule["resources"]:
+        return rule
+    return {**rule, "verbs": [one for one in rule["verbs"] if verb and one != verb]}
 
 
 def spec(**changes: Any) -> SandboxSpec:
@@ -138,3 +148,36 @@ async def test_what_the_page_does_not_give_is_refused_by_name(restricted: Kubern
     elsewhere = spec(options=KubernetesOptions(namespace="default"))
     with pytest.raises(errors.AuthenticationError, match=r"docs/kubernetes\.md"):
         await restricted.create(elsewhere)
+
+
+@pytest.mark.parametrize("restricted", ["pods:watch"], indirect=True)
+async def test_without_the_right_to_watch_it_looks_again_and_again(restricted: KubernetesProvider) -> None:
+    """Also while the container is only being made, when an end first waits for it."""
+    first, second = spec(), spec()
+    sandbox_id = (await restricted.create(first)).sandbox_id
+    assert (await restricted.wait_ready(sandbox_id)).state.value == "running"
+    starting = (await restricted.create(second)).sandbox_id
+    for _ in range(100):
+        found = await restricted._lookup.pod(starting)
+        if found is not None and found["spec"].get("nodeName"):
+            break
+        await asyncio.sleep(0.05)
+    for one in (starting, sandbox_id):
+        assert await restricted.destroy(one) is True
+    assert [info async for info in restricted.list({})] == []
+
+
+@pytest.mark.parametrize(
+    "restricted",
+    ["pods:delete", "secrets:delete", "networkpolicies:delete", "secrets:patch"],
+    indirect=True,
+)
+async def test_where_something_could_not_be_removed_nothing_is_created(
+    restricted: KubernetesProvider, request: pytest.FixtureRequest
+) -> None:
+    resource, verb = request.node.callspec.params["restricted"].split(":")
+    wanted = spec(network=Network(mode=NetworkMode.NONE))
+    with pytest.raises(errors.AuthenticationError, match=f"may not {verb} .*{resource}") as caught:
+        await restricted.create(wanted)
+    assert caught.value.nothing_sent
+    assert await restricted.find(wanted) is None

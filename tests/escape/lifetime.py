@@ -10,11 +10,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 from lowtide import Sandbox
 from lowtide.errors import LowtideError
-from tests.escape.attempt import ANSWER_SECONDS, PREAMBLE, Target, attempt
+from tests import paused_sandbox
+from tests.escape.attempt import ANSWER_SECONDS, PREAMBLE, LeftOut, Target, attempt
 
 LIFETIME_SECONDS = 8
 SLACK_SECONDS = 20.0  # a busy machine's
@@ -223,6 +225,22 @@ def run_on_while_paused_without_a_first_thread(target: Target) -> str | None:
         while (said := _said(box))[0] <= before + 1:
             time.sleep(0.02)
         return None if said[1] >= 1.0 else f"it never stood still for longer than {said[1]:.2f} s"
+
+
+@attempt("run on in a paused sandbox: a timer sends SIGCONT")
+def run_on_while_paused_by_a_timer(target: Target) -> str | None:
+    with target.make() as box, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        box.exec(["python3", "-c", paused_sandbox.COUNTING])
+        paused_sandbox.wait_past(box, 0)
+        box.pause().result(ANSWER_SECONDS)
+        if any("SIGSTOP" in str(one.message) for one in said):
+            raise LeftOut("this user has no freezer, and pause() warns of it")
+        before = paused_sandbox.count(box)
+        time.sleep(1.0)
+        after = paused_sandbox.count(box)
+        box.resume().result(ANSWER_SECONDS)
+        return f"it ran on, from {before} to {after}" if before != after else None
 
 
 @attempt("outlive the end: processes that fork as fast as they are killed")

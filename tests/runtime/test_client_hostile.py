@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -116,6 +117,37 @@ async def test_an_answer_without_end_is_given_up(
         with pytest.raises(SandboxError, match="more than 1 MiB"):
             on_output = (lambda text: None) if listening else None
             await client.execute(Run(command="x"), seconds=60, on_output=on_output)
+
+
+@pytest.mark.parametrize("status", [b"200 OK", b"500 X"])
+async def test_an_answer_that_would_fill_memory_when_parsed_is_refused(status: bytes) -> None:
+    body = b"[" + b"[]," * (12 << 20) + b"[]]"  # 36 MiB, of which a parser makes 940
+    answer = b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n" % (status, len(body)) + body
+    async with answering(saying(answer)) as client:
+        tracemalloc.start()
+        try:
+            with pytest.raises(SandboxError) as refused:
+                await client.execute(Run(command="x"), seconds=60)
+            assert tracemalloc.get_traced_memory()[1] < 256 << 20
+        finally:
+            tracemalloc.stop()
+    assert ("1024 MiB of memory" in str(refused.value)) == (status == b"200 OK")
+
+
+async def test_a_download_without_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "MAX_DOWNLOAD_BYTES", 1 << 20)
+
+    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(CHUNKED)
+        while True:
+            writer.write(b"10000\r\n" + b"a" * 65_536 + b"\r\n")
+            await writer.drain()
+
+    async with answering(flood) as client, asyncio.timeout(60):
+        with pytest.raises(SandboxError, match="more than"):
+            await client.download("/f", tmp_path / "f")
+    assert (tmp_path / "f").stat().st_size <= 1 << 20
 
 
 async def test_a_refusal_in_the_middle_of_an_upload_is_heard(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
@@ -177,6 +178,23 @@ def test_javascript_where_the_image_has_node(plain: Sandbox) -> None:
     plain.run_code("const x = 20", language="javascript").result(SECONDS)
     ran = plain.run_code("console.log('said'); x + 1", language="javascript").result(SECONDS)
     assert (ran.stdout, ran.results[0]["text/plain"]) == ("said\n", "21")
+
+
+def test_an_answer_that_would_fill_memory_when_parsed_is_refused(plain: Sandbox) -> None:
+    forged = (
+        "import os, time\n"
+        "with open(f'/proc/{os.getppid()}/fd/1', 'wb') as out:\n"
+        "    out.write(b'[' + b'[],' * (12 << 20) + b'[]]\\n')\n"
+        "time.sleep(60)"
+    )
+    tracemalloc.start()
+    try:
+        with pytest.raises(SandboxUnavailableError, match="1024 MiB of memory"):
+            plain.run_code(forged, context="forged").result(SECONDS)
+        assert tracemalloc.get_traced_memory()[1] < 256 << 20
+    finally:
+        tracemalloc.stop()
+    assert plain.run_code("1 + 1").result(SECONDS).results[0]["text/plain"] == "2"
 
 
 def test_an_unknown_language_and_an_image_without_python_are_said(plain: Sandbox) -> None:

@@ -6,6 +6,7 @@ import gc
 import io
 import subprocess
 import tarfile
+import tracemalloc
 from collections.abc import AsyncIterator
 
 import pytest
@@ -25,12 +26,41 @@ async def test_a_file_that_became_shorter_is_named_and_names_that_lead_out_are_l
         yield file(b"last", b"x") + tar.END
 
     out = io.BytesIO()
-    moved, shorter = await _rename(sent(), b"top", out)
-    assert (moved.changed, shorter) == (("log",), ["cut"])
-    assert moved.skipped == ("pipe", "../../out", "hard")
+    told: list[tuple[str, str]] = []
+    shorter = await _rename(sent(), b"top", out, lambda what, name: told.append((what.split()[0], name)))
+    assert shorter == ["cut"]
+    assert told == [("changed", "log"), ("left", "pipe"), ("left", "../../out"), ("left", "hard")]
     out.seek(0)
     with tarfile.open(fileobj=out) as archive:
         assert archive.getnames() == ["top/log", "top/cut", "top/last"]
+
+
+async def test_the_names_of_what_is_left_out_or_changed_are_told_and_not_kept() -> None:
+    async def sent() -> AsyncIterator[bytes]:
+        for number in range(4_000):
+            name = b"%d" % number + b"n" * 8_000
+            yield tar.mark(tar.SKIPPED, name) + tar.header(b"../" + name, tar.FILE, 0o644, 0, 0)
+            yield tar.header(name, tar.FILE, 0o644, 0, 0) + tar.mark(tar.READ, b"0")
+        for number in range(2_000):  # these became shorter: of them, an error names some
+            name = b"s%d" % number + b"n" * 8_000
+            yield tar.header(name, tar.FILE, 0o644, 1, 0) + bytes(512) + tar.mark(tar.READ, b"0")
+        yield tar.END
+
+    told = 0
+
+    def tell(what: str, name: str) -> None:
+        nonlocal told
+        told += 1
+
+    with open("/dev/null", "wb") as out:
+        tracemalloc.start()
+        try:
+            shorter = await _rename(sent(), b"top", out, tell)
+            assert tracemalloc.get_traced_memory()[1] < 8 << 20  # of 110 MiB of names
+        finally:
+            tracemalloc.stop()
+    assert told == 12_000
+    assert (len(shorter), shorter[-1]) == (21, "and others")
 
 
 async def test_what_ends_too_soon_passes_for_no_whole_archive(caplog: pytest.LogCaptureFixture) -> None:
@@ -40,7 +70,7 @@ async def test_what_ends_too_soon_passes_for_no_whole_archive(caplog: pytest.Log
 
     out = io.BytesIO()
     with pytest.raises(PermissionError):
-        await _rename(sent(), b"top", out)
+        await _rename(sent(), b"top", out, print)
     gc.collect()
     assert caplog.text == ""  # "Task exception was never retrieved"
     listed = subprocess.run(["tar", "tf", "-"], input=out.getvalue(), capture_output=True)

@@ -18,7 +18,9 @@ from lowtide import (
     ValidationError,
 )
 from lowtide.defaults import default_provider, resolve, settings
+from lowtide.providers import registry
 from lowtide.providers.base import NetworkMode
+from lowtide.providers.inside import program
 from lowtide.testing import FaultyService
 
 
@@ -43,6 +45,8 @@ from lowtide.testing import FaultyService
         ("environment_variables", {"A=B": "x"}),
         ("environment_variables", {"A": 1}),
         ("environment_variables", {"A": "nul\0"}),
+        ("environment_variables", {"LOWTIDE_KEY": "x"}),
+        ("environment_variables", {"LOWTIDE_FIRST": "x"}),
         ("resources", "256Mi"),
         ("resources", {"limits": {"memory": "lots"}}),
         ("resources", {"limits": {"memory": "-1Gi"}}),
@@ -184,3 +188,15 @@ def test_a_mistake_in_the_file_names_the_file_and_the_key(
     with pytest.raises(ValidationError, match=r"config\.toml.*colour") as caught:
         Sandbox()
     assert caught.value.argument == "colour"
+
+
+@pytest.mark.parametrize("provider", registry.known())
+@pytest.mark.parametrize("name", [program.KEY, program.FIRST])
+def test_variables_that_the_program_inside_takes_are_refused_on_every_provider(
+    provider: str, name: str
+) -> None:
+    """Before the provider is connected: no account is needed to hear it."""
+    with pytest.raises(ValidationError, match=f"environment_variables must not have {name}"):
+        Sandbox.run(provider=provider, environment_variables={name: "x"})
+    with pytest.raises(ValidationError, match=name):
+        SandboxDefaults(provider=provider).with_overrides(environment_variables={name: "x"})

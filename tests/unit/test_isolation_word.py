@@ -36,7 +36,7 @@ def test_on_docker_it_does_not_go_together_with_an_allow_list() -> None:
 
 def test_on_docker_it_is_the_runtime() -> None:
     def host_config(spec: SandboxSpec) -> dict[str, object]:
-        body = container.create_body(spec, "image", volume="v", publish=False, key=b"k" * 16)
+        body = container.create_body(spec, "image", volume="v", publish=False, key=b"k" * 16, network=None)
         return dict(body["HostConfig"])
 
     assert host_config(SandboxSpec(labels=LABELS, isolation=Isolation.GVISOR))["Runtime"] == "runsc"

@@ -300,16 +300,30 @@ async def test_a_port_is_reachable_without_a_network(provider: LocalProvider, sa
     await server.terminate(1.0)
 
 
-async def test_network_full_is_this_machines(provider: LocalProvider) -> None:
-    made = await provider.create(spec(network=Network(mode=NetworkMode.INTERNET)))
-    assert (await run(provider, made.sandbox_id, "true"))[0] == 0
+async def test_network_host_is_this_machines(provider: LocalProvider) -> None:
+    async with _loopback_service() as script:
+        made = await provider.create(spec(network=Network(mode=NetworkMode.HOST)))
+        assert (await run(provider, made.sandbox_id, "python3", "-c", script))[0] == 0
+        other = await provider.create(spec())
+        assert (await run(provider, other.sandbox_id, "python3", "-c", script))[0] != 0
+
+
+async def test_network_internet_is_not_this_machines(provider: LocalProvider) -> None:
+    async with _loopback_service() as script:
+        made = await provider.create(spec(network=Network(mode=NetworkMode.INTERNET)))
+        assert (await run(provider, made.sandbox_id, "true"))[0] == 0
+        assert (await run(provider, made.sandbox_id, "python3", "-c", script))[0] != 0
+
+
+@contextlib.asynccontextmanager
+async def _loopback_service() -> AsyncIterator[str]:
+    """A program that connects to a service on this machine's loopback address, while the service runs."""
     listener = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
     port = listener.sockets[0].getsockname()[1]
-    script = f"import socket; socket.create_connection(('127.0.0.1', {port}), 5)"
-    assert (await run(provider, made.sandbox_id, "python3", "-c", script))[0] == 0
-    other = await provider.create(spec())
-    assert (await run(provider, other.sandbox_id, "python3", "-c", script))[0] != 0
-    listener.close()
+    try:
+        yield f"import socket; socket.create_connection(('127.0.0.1', {port}), 5)"
+    finally:
+        listener.close()
 
 
 async def test_destroy_ends_everything_and_is_calm(provider: LocalProvider, tmp_path: Path) -> None:

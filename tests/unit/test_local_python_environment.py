@@ -20,9 +20,26 @@ def test_pip_installs_beside_what_is_visible_and_says_what_is_missing() -> None:
         failed = box.exec(["python3", "-m", "pip", "install", "not-there"], timeout_seconds=200).result()
         assert failed.returncode != 0
         (hint,) = [line for line in failed.stderr.splitlines() if line.startswith("lowtide:")]
-        assert 'network="full"' in hint
+        assert 'network="internet"' in hint
+        assert "pypi.org" in hint
     with Sandbox.run() as other:
         assert other.exec(["python3", "-c", "import tiny"]).result().returncode == 1
+
+
+def test_the_hint_recommends_nothing_that_the_sandbox_already_has() -> None:
+    with Sandbox.run(network=["allowed.invalid", "files.pythonhosted.org:8443"]) as box:
+        failed = box.exec(["pip", "install", "not-there"], timeout_seconds=200).result()
+        assert failed.returncode != 0
+        (hint,) = [line for line in failed.stderr.splitlines() if line.startswith("lowtide:")]
+        assert "allow-list of this sandbox does not have pypi.org" in hint
+        assert "internet" not in hint
+        listed = box.denied_connections().result(20)
+        assert ("pypi.org", None, "dns") in {(one.host, one.port, one.protocol) for one in listed}
+    with Sandbox.run(network="internet") as box:
+        # The test runs without the internet: nobody tells whether the name exists.
+        other = box.exec(["pip", "install", "--retries=0", "not-there"], timeout_seconds=200).result()
+        assert 'network="internet"' not in other.stderr
+        assert "has no network" not in other.stderr
 
 
 def _wheel() -> bytes:

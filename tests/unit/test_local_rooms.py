@@ -110,7 +110,7 @@ async def test_another_process_finds_its_way_in(provider: LocalProvider, tmp_pat
     [
         {"environment": {"A": "1"}},
         {"working_dir": "/srv"},
-        {"network": Network(mode=NetworkMode.INTERNET)},
+        {"network": Network(mode=NetworkMode.HOST)},
         {"lifetime_seconds": 300.0},
         {"limits": Limits(pids=50)},
         {"command": ("sleep", "100")},

@@ -179,7 +179,7 @@ def passes_stdin(said: bool | None) -> bool:
 
 def complete_ids(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """The ids of what exists, for a shell's completion."""
-    from lowtide.cli.listing import rows
+    from lowtide.ui.fleet import rows
 
     try:
         return [row.id for row in rows(provider=None, tags=(), ended=0) if row.id.startswith(incomplete)]

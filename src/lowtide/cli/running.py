@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ import click
 from lowtide.cli import exit_codes
 from lowtide.cli.addressing import connected, find_sandbox
 from lowtide.cli.failures import explain
+from lowtide.cli.refused import print_hint
 from lowtide.cli.streaming import shell_exit_code, stream, terminal_size
 from lowtide.errors import CommandTimeoutError, LowtideError, ValidationError
 from lowtide.providers.base import ProcessSpec
@@ -38,6 +40,10 @@ def run_in_new_sandbox(
                 spec = _spec(cmd, stdin=stdin, tty=tty)
                 code = shell_exit_code(stream(provider, sandbox_id, spec, timeout_seconds=timeout_seconds))
                 if code:
+                    offline = creation.get("network") == "none" or (
+                        creation.get("network") is None and provider.traits.offline
+                    )
+                    print_hint(provider, sandbox_id, cmd, offline=offline)
                     raise _CommandFailed(code)
         except _CommandFailed as failed:
             return failed.code
@@ -62,7 +68,11 @@ def run_in_sandbox(
     with _not_the_commands_fault():
         place, sandbox_id = connected(find_sandbox(text, provider))
         spec = _spec(cmd, stdin=stdin, tty=tty, workdir=workdir, user=user, environment=environment)
-        return shell_exit_code(stream(place, sandbox_id, spec, timeout_seconds=timeout_seconds))
+        began = time.time()
+        code = shell_exit_code(stream(place, sandbox_id, spec, timeout_seconds=timeout_seconds))
+        if code:
+            print_hint(place, sandbox_id, cmd, since=began)
+        return code
 
 
 def require_terminal() -> None:

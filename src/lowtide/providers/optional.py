@@ -123,7 +123,10 @@ class DirectFiles(Protocol):
     async def read_into(
         self, sandbox_id: str, path: str, descriptor: int, *, max_bytes: int | None = None
     ) -> int:
-        """As `read_file`, into an open file. Returns the bytes copied; more than `max_bytes`: it was not copied whole."""
+        """As `read_file`, into an open file. Returns the bytes copied.
+
+        Raises `lowtide.trees.walk.TooLarge` where more than `max_bytes` would be written; holes need not be counted.
+        """
         ...
 
     async def write_from(

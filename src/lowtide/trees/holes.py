@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable
 from typing import IO
 
+from lowtide.trees.walk import TooLarge
+
 _COPY_BYTES = 1 << 24  # so that a copy that is given up ends soon
 _NO_SUCH_CALL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _ZEROS = bytes(1 << 20)
@@ -17,14 +19,12 @@ def copy_data(
 ) -> int:
     """An open file into an empty one, by the kernel: at most the bytes it has now, holes included.
 
-    Returns the bytes copied. More than `most` means that the file is larger than that, and was not copied whole.
+    Returns the bytes copied. TooLarge: it holds more than `most` bytes, holes not counted, because they take no space.
     """
     size = os.fstat(source).st_size
     if size == 0:  # /proc and its like say so although there is something
         return _copy_stream(source, target, given_up, most)
-    if most is not None and size > most:
-        return size
-    at = 0
+    at = written = 0
     while at < size and not given_up():
         try:
             start = min(os.lseek(source, at, os.SEEK_DATA), size)
@@ -36,10 +36,14 @@ def copy_data(
             raise
         at = start
         while at < end and not given_up():
-            count = _some(source, target, at, min(end - at, _COPY_BYTES))
+            if most is not None and written >= most:
+                raise TooLarge
+            left = end - at if most is None else min(end - at, most - written)
+            count = _some(source, target, at, min(left, _COPY_BYTES))
             if not count:
                 break
             at += count
+            written += count
         if at < end:
             break  # it has become shorter meanwhile
     os.ftruncate(target, at)
@@ -71,11 +75,11 @@ def _some(source: int, target: int, at: int, count: int) -> int:
 
 def _copy_stream(source: int, target: int, given_up: Callable[[], bool], most: int | None) -> int:
     copied = 0
-    while (
-        not given_up() and (most is None or copied <= most) and (data := os.read(source, 1 << 20))
-    ):  # these cannot be copied by the kernel
+    while not given_up() and (data := os.read(source, 1 << 20)):  # these cannot be copied by the kernel
         if not copied and os.fstat(source).st_size:
             break  # it was empty and has begun to grow: /proc never says a size
+        if most is not None and copied + len(data) > most:
+            raise TooLarge
         view = memoryview(data)
         while view:
             view = view[os.write(target, view) :]

@@ -14,7 +14,7 @@ import os
 import stat
 
 from . import tar_stream as tar
-from .walk import Position
+from .walk import Position, TooLarge
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,10 +31,6 @@ _MOST_REMEMBERED = (
 )  # bytes of names: what was skipped, stripped or changed, and links still to be made
 _MOST_SETTLED = 100_000  # directories that are remembered until the end; more only fill memory
 _ENTRY_BYTES = 4096  # what an entry takes on a disk besides its content, and at least
-
-
-class TooLarge(Exception):
-    """The archive holds more than the caller accepts."""
 
 
 class _Folder:

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
+class TooLarge(Exception):
+    """A file or a tree holds more than the caller accepts."""
+
+
 class Entry:
     """Something in a directory. A directory comes twice: before what is in it, and with `left` after that."""
 

@@ -57,8 +57,8 @@ def command(
 
 
 def _show(provider: str | None, tags: tuple[str, ...], ended: int, *, quiet: bool, as_json: bool) -> None:
-    from lowtide.cli.listing import rows
     from lowtide.cli.text import age, print_json, print_table, until
+    from lowtide.ui.fleet import rows
 
     found = rows(provider=provider, tags=tags, ended=ended)
     if as_json:

@@ -30,7 +30,7 @@ def command(
 
     named = list(sandboxes)
     if tags:
-        from lowtide.cli.listing import rows
+        from lowtide.ui.fleet import rows
 
         named += [row.id for row in rows(provider=provider, tags=tags) if row.id not in named]
     elif not named:

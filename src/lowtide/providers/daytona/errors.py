@@ -46,6 +46,16 @@ SERVICE = Service(
             words=_AWAY,
         ),
         Fault(errors.SandboxUnavailableError, of="builtins.ConnectionError", words=_AWAY),
+        # The SDK wraps whatever it raises itself over an answer that it cannot read. Its words quote the answer.
+        Fault(
+            errors.SandboxUnavailableError,
+            of="daytona.DaytonaError",
+            cause=(
+                *("builtins.ValueError", "builtins.TypeError"),
+                *("builtins.LookupError", "builtins.AttributeError"),
+            ),
+            words="Daytona, or a proxy on the way to it, gave an answer that cannot be read",
+        ),
         Fault(errors.SandboxError, of="daytona.DaytonaError"),
     ),
 )

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from lowtide.errors import SandboxNotFoundError
 from lowtide.providers import hosted
 from lowtide.providers.docker.access import Endpoint
-from lowtide.providers.docker.errors import SERVICE
+from lowtide.providers.docker.errors import NO_CONTAINER, SERVICE
+from lowtide.providers.hosted.errors import names_another
 
 if TYPE_CHECKING:
     import aiodocker
@@ -131,7 +132,7 @@ class EngineClient:
             async with session.post(url, json=body, headers=headers) as answer:
                 content = await answer.read()
                 if answer.status >= 400:
-                    raise _refusal(answer.status, content)
+                    raise _refusal(answer.status, content, container_id)
         try:
             identity = json.loads(content)["Id"]
         except (ValueError, KeyError, TypeError):
@@ -200,7 +201,9 @@ class EngineClient:
         """A request whose body, either way, is too large to hold."""
         async with self._session.request(method, self._base + path, **options) as answer:
             if answer.status >= 400:
-                raise _refusal(answer.status, await answer.read())
+                kind, _, rest = path.partition("/")
+                asked = rest.partition("/")[0] if kind == "containers" else None
+                raise _refusal(answer.status, await answer.read(), asked)
             yield answer
 
     async def printed(self, sandbox_id: str, params: Mapping[str, str]) -> AsyncIterator[bytes]:
@@ -301,11 +304,19 @@ def _no_engine() -> ConnectionResetError:
     )
 
 
-def _refusal(status: int, body: bytes) -> Exception:
+def _refusal(status: int, body: bytes, container: str | None = None) -> Exception:
+    """`container`: the id or name that was asked for. "No such container" with another one's proves nothing of it."""
     import aiodocker
 
     try:
         words = str(json.loads(body)["message"])
     except (ValueError, KeyError, TypeError):
         words = body[:2000].decode("utf-8", "replace")
+    if container is not None and any(one in words.lower() for one in NO_CONTAINER):
+        # Podman may find the id of a name, and then no container with that id.
+        ids = re.findall(r"\b[0-9a-f]{64}\b", words) if is_engine_id(container) else []
+        if (ids and container not in ids) or (not ids and names_another(words, container)):
+            return ConnectionResetError(
+                "the engine, or a proxy before it, speaks of another container than the one it was asked for"
+            )
     return aiodocker.DockerError(status, words)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import stat
 import tarfile
 from collections import Counter
 from contextlib import suppress
@@ -110,16 +109,13 @@ class Creation:
         await self._client.order(f"containers/{self.container_id}/start", seconds=_START_SECONDS)
 
     async def _check_image(self) -> None:
-        """The engine reads these to find the user, and one that never ends would block it, and every later request about the
-        container, for ever."""
+        """Once for each image: before the engine would be blocked by it."""
         if self._image in self._provider.sound_images:
             return
-        for path in ("/etc/passwd", "/etc/group"):
-            kind = await self._client.kind_of(self.container_id, path)
-            if kind not in (None, stat.S_IFREG, stat.S_IFDIR):
-                await self._discard(self.container_id)
-                words = f"{path} in the image {self._image} is not a file: the engine would wait for it for ever. Use another image"
-                raise self._failed(words, "image-unsafe")
+        if (path := await images.blocks_engine(self._client, self.container_id)) is not None:
+            await self._discard(self.container_id)
+            words = f"{path} in the image {self._image} is not a file: the engine would wait for it for ever. Use another image"
+            raise self._failed(words, "image-unsafe")
         self._provider.sound_images.add(self._image)
 
     async def _is_this(self) -> bool:

@@ -21,8 +21,9 @@ _BROKE = "the connection to the engine broke: {text}"
 _REFUSED = "the engine or the registry refused: {text}"
 _SLOWER = "asked to slow down: {text}"
 _MISSING = "no such sandbox: {text}"
-_NO_CONTAINER = ("no such container", "no container with")
-"""In the words of Docker and of Podman. A 404 with other words may be of a proxy, and is no proof of an end."""
+NO_CONTAINER = ("no such container", "no container with")
+"""In the words of Docker and of Podman. A 404 with other words may be a proxy's, and proves no end. They name a container by the
+engine's id: the client compares it with the one that was asked for."""
 
 FAULTS = (
     Fault(errors.AuthenticationError, of="builtins.PermissionError", words=_NO_PERMISSION),
@@ -52,7 +53,7 @@ FAULTS = (
     Fault(
         errors.AuthenticationError, _ENGINE, says=("authentication required", "unauthorized"), words=_REFUSED
     ),
-    Fault(errors.SandboxNotFoundError, _ENGINE, 404, says=_NO_CONTAINER, words=_MISSING),
+    Fault(errors.SandboxNotFoundError, _ENGINE, 404, says=NO_CONTAINER, words=_MISSING, by_id=False),
     Fault(
         errors.SandboxFailedError,
         _ENGINE,
@@ -68,7 +69,7 @@ FAULTS = (
         words="not found, but the engine does not say that it is the container: {text}",
         more={"retryable": True},
     ),
-    Fault(errors.SandboxNotFoundError, _ENGINE, says=_NO_CONTAINER, words=_MISSING),
+    Fault(errors.SandboxNotFoundError, _ENGINE, says=NO_CONTAINER, words=_MISSING, by_id=False),
     Fault(errors.RateLimitError, _ENGINE, 429, words=_SLOWER),
     Fault(errors.RateLimitError, _ENGINE, says="toomanyrequests", words=_SLOWER),
     Fault(errors.ValidationError, _ENGINE, 400, words="the engine refused the request: {text}"),

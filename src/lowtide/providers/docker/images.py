@@ -7,6 +7,7 @@ import base64
 import json
 import re
 import secrets
+import stat
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -169,6 +170,15 @@ async def commit(client: EngineClient, container_id: str, sandbox_id: str, name:
         )
     identity = str(answer.get("Id") or answer.get("ID"))
     return identity if identity.startswith("sha256:") else f"sha256:{identity}"
+
+
+async def blocks_engine(client: EngineClient, container_id: str) -> str | None:
+    """The path of a container at which the engine would wait for ever when it starts it, and every later request about the
+    container with it: a FIFO or a device that the engine reads to find the user. None: there is no such."""
+    for path in ("/etc/passwd", "/etc/group"):
+        if await client.kind_of(container_id, path) not in (None, stat.S_IFREG, stat.S_IFDIR):
+            return path
+    return None
 
 
 async def inherited_labels(client: EngineClient, snapshot_id: str) -> list[str]:

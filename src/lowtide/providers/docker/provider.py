@@ -15,10 +15,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from lowtide import logger, machine
+from lowtide import arguments, logger, machine
 from lowtide.errors import (
     LowtideError,
     RequestTimeoutError,
+    SandboxError,
     SandboxNotFoundError,
     SandboxUnavailableError,
     UnsupportedError,
@@ -44,7 +45,7 @@ from lowtide.providers.docker.client import EngineClient, checked_id
 from lowtide.providers.docker.create import Creation, check_gvisor
 from lowtide.providers.docker.errors import SERVICE, mapped
 from lowtide.providers.docker.options import DockerOptions
-from lowtide.providers.inside import Clients, InsideProcess, program
+from lowtide.providers.inside import Clients, InsideProcess
 from lowtide.providers.network.denied import DeniedFiles
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class DockerProvider(hosted.Hosted):
     }
     traits: ClassVar[Traits] = Traits(
         recovery=Recovery.BY_NAME,
+        offline=True,
         # gVisor has a network stack of its own: what is set up in the namespace behind it has no effect inside.
         gvisor_lacks=frozenset({Capability.NETWORK_ALLOW}),
     )
@@ -159,7 +161,7 @@ class DockerProvider(hosted.Hosted):
     async def create(self, spec: SandboxSpec) -> SandboxInfo:
         allow = spec.network.allow if spec.network is not None else ()
         with nothing_sent():
-            program.check_variables(spec.environment)
+            arguments.sandbox_environment("environment_variables", spec.environment)
             client = await self.client()
             if spec.isolation is not None:
                 await check_gvisor(client, spec)
@@ -212,6 +214,7 @@ class DockerProvider(hosted.Hosted):
     async def pull(self, image: str, on_progress: Callable[[PullProgress], None] | None = None) -> None:
         """Fetch an image. Many at once for the same image are one pull."""
         client = await self.client()
+        self.sound_images.discard(image)  # the name may be another image's now
         task = self._pulls.get(image)
         if task is None:
             directory = Path(self._environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
@@ -468,8 +471,11 @@ class DockerProvider(hosted.Hosted):
 
     async def snapshot(self, sandbox_id: str, name: str) -> str:
         await self.get(sandbox_id)  # ours, and there
-        box = await self.container_id(sandbox_id)
-        return await images.commit(await self.client(), box, sandbox_id, name)
+        client, box = await self.client(), await self.container_id(sandbox_id)
+        if (path := await images.blocks_engine(client, box)) is not None:
+            words = f"{path} in the sandbox is not a file, and an engine would wait for ever to start a snapshot with it: put a file there"
+            raise SERVICE.error(SandboxError, words, sandbox_id)
+        return await images.commit(client, box, sandbox_id, name)
 
     async def delete_snapshot(self, snapshot_id: str) -> bool:
         return await images.delete_snapshot(await self.client(), snapshot_id)

@@ -249,23 +249,40 @@ class E2BProvider(Snapshots, BulkFiles, hosted.Hosted):
     # -- files and ports: small writes and all else go through the program inside, see `Calls`
 
     async def read_file(self, sandbox_id: str, path: str) -> AsyncIterator[bytes]:
-        if not is_text(path):  # envd's protocol carries text only
-            async for chunk in super().read_file(sandbox_id, path):
-                yield chunk
-            return
+        """Through envd, whose transfer is faster; else by the program inside.
+
+        That reads what envd's protocol cannot carry, what envd does not find (a 404 may be a proxy's, whatever it
+        says), and what is answered without a length, as some proxies do: a cut answer would look like a whole one.
+        """
+        if is_text(path):
+            try:
+                async with contextlib.aclosing(self._read_by_envd(sandbox_id, path)) as chunks:  # type: ignore[type-var]
+                    async for chunk in chunks:
+                        yield chunk
+                return
+            except (errors.SandboxFileNotFoundError, files.EndUnknown):
+                pass  # both come before the first chunk
+        async for chunk in super().read_file(sandbox_id, path):
+            yield chunk
+
+    async def _read_by_envd(self, sandbox_id: str, path: str) -> AsyncIterator[bytes]:
         async with self._explaining(sandbox_id):
             known = await self._sandbox(sandbox_id)
             with SERVICE.mapped(sandbox_id, path=path):
-                async with contextlib.aclosing(files.read(known.sdk, path, user=known.user)) as chunks:  # type: ignore[type-var]
+                reading = files.read(known.sdk, path, user=known.user)
+                async with contextlib.aclosing(reading) as chunks:  # type: ignore[type-var]
                     async for chunk in chunks:
                         yield chunk
 
     async def send_file(self, sandbox_id: str, path: str, source: Counted) -> None:
         async with self._explaining(sandbox_id):
             known = await self._sandbox(sandbox_id)
-            with SERVICE.mapped(sandbox_id, path=path):
-                sending = files.send(known.sdk, path, aiter(source), known.user)
-                await source.watched(sending, service=SERVICE, sandbox_id=sandbox_id)
+            try:
+                with SERVICE.mapped(sandbox_id, path=path):
+                    sending = files.send(known.sdk, path, aiter(source), known.user)
+                    await source.watched(sending, service=SERVICE, sandbox_id=sandbox_id)
+            except errors.SandboxFileNotFoundError as error:  # envd makes the directories that are missing
+                raise SERVICE.elsewhere(sandbox_id) from error
 
     async def url(self, sandbox_id: str, port: int) -> Url:
         known = await self._sandbox(sandbox_id)

@@ -36,6 +36,8 @@ class Fault:
     """The class of what it was raised from, at any depth, named as in `of`."""
     own: str = ""
     """What the service speaks of: not where somebody on the way has answered in its place, as far as the error tells: `is_own`."""
+    by_id: bool = True
+    """Whether its text names a sandbox by our id for it, so that another id in there is another sandbox's."""
 
     def matches(self, names: Container[str], status: int | None, text: str, path: str | None) -> bool:
         if self.on_path and path is None:
@@ -75,9 +77,8 @@ class Table:
             body = getattr(error, "body", None) if fault.own else None
             if body is not None and not is_own(body, fault.own):
                 continue
-            if fault.kind is errors.SandboxNotFoundError and names_another(
-                _message(body) or text, sandbox_id
-            ):
+            named = _message(body) or text
+            if fault.kind is errors.SandboxNotFoundError and fault.by_id and names_another(named, sandbox_id):
                 words = f"the answer is about another sandbox than {sandbox_id}, and proves nothing of it"
                 return errors.SandboxUnavailableError(words, provider=self.provider, sandbox_id=sandbox_id)
             context: dict[str, Any] = {"provider": self.provider, "sandbox_id": sandbox_id, **fault.more}

@@ -6,11 +6,10 @@ import base64
 import gzip
 import hashlib
 import secrets
-from collections.abc import Iterable
 from functools import cache
 from importlib import resources
 
-from lowtide.errors import UnsupportedError, ValidationError
+from lowtide.errors import UnsupportedError
 
 EXPIRED = 124
 """Exit code of the main process when the lease is over."""
@@ -18,24 +17,12 @@ KEY = "LOWTIDE_KEY"
 """The variable in which the main process gets the key. It takes it out before anything else runs."""
 FIRST = "LOWTIDE_FIRST"
 """The variable in which `serve` gets what has to be said first, where a service's start carries no input: base64."""
-RESERVED = frozenset({KEY, FIRST})
-"""Variables that the program takes out of its own environment: a sandbox cannot have them."""
 LONGEST_FIRST = 90_000
 """As much as fits into one variable (128 KiB) as base64."""
 READER = "65534:65534"
 """Who `attach` runs as: the program's file may be executed and not read by it, so that it is never dumpable."""
 
 _ARCHITECTURES = {"amd64": "x86_64", "x86_64": "x86_64", "arm64": "aarch64", "aarch64": "aarch64"}
-
-
-def check_variables(environment: Iterable[str]) -> None:
-    """Raises ValidationError for the first reserved name."""
-    for name in sorted(RESERVED.intersection(environment)):
-        words = (
-            f"the environment variable {name} is reserved: lowtide's program in the sandbox takes its value. "
-            "Choose another name"
-        )
-        raise ValidationError(words, argument="environment_variables")
 
 
 def new_key() -> bytes:

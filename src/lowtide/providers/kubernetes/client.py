@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 
 from lowtide.providers.kubernetes.access import Access
-from lowtide.providers.kubernetes.errors import ApiError
+from lowtide.providers.kubernetes.errors import ApiError, may_not
 from lowtide.providers.kubernetes.login import Login
 from lowtide.providers.kubernetes.pod import Json
 
@@ -23,6 +23,8 @@ REQUEST_SECONDS = 30.0
 # A watch is asked to end by itself and is taken up again, so that a connection that died without a
 # word (a laptop that slept, a lost node) is noticed within this time.
 WATCH_SECONDS = 60
+_SHORT_SECONDS = 1.0
+_PAUSE_SECONDS = 2.0
 PAGE_SIZE = 500
 _TOO_OLD, _UNAUTHORIZED = 410, 401
 _ONLY_METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1, application/json"
@@ -107,8 +109,11 @@ class Api:
     async def watch(self, path: str, *, name: str, version: str | None) -> AsyncIterator[tuple[str, Json]]:
         """Changes of one object after `version`; from its present state where there is none. Never ends by itself.
 
-        After a gap the object is read again and comes as a change, or as ("DELETED", {}) when it is gone.
+        After a gap the object is read again and comes as a change, or as ("DELETED", {}) when it is gone. Where nothing can be
+        watched, because the role may not or each watch ends at once, it is read again and again, at most every
+        `_PAUSE_SECONDS`.
         """
+        pause = _Pause()
         while True:
             if version is None:
                 current = await self.get(f"{path}/{name}")
@@ -117,24 +122,37 @@ class Api:
                     return
                 version = current["metadata"]["resourceVersion"]
                 yield "MODIFIED", current
+            pause.begin()
             try:
                 async for kind, thing in self._watch_once(path, f"metadata.name={name}", version):
                     if kind == "ERROR":
                         version = None
                         break
-                    version = thing["metadata"]["resourceVersion"]
+                    version = str(thing["metadata"]["resourceVersion"])
                     if kind != "BOOKMARK":
                         yield kind, thing
-            except (aiohttp.ClientError, ConnectionError, TimeoutError, ValueError):
+            except (aiohttp.ClientError, ConnectionError, TimeoutError, ValueError, KeyError, TypeError):
                 version = None  # cut off: read it again, and fail there when the server is away
+            except ApiError as error:
+                if not may_not(error) and not error.elsewhere:
+                    raise
+                version = None
+            if await pause.after_a_short_one():
+                version = None
 
     async def events(self, namespace: str, name: str) -> AsyncIterator[Json]:
         """What the cluster says about one pod, what it has said first. Never ends by itself."""
         path = f"/api/v1/namespaces/{namespace}/events"
+        pause = _Pause()
         while True:
-            async for kind, event in self._watch_once(path, f"involvedObject.name={name}", None):
-                if kind in ("ADDED", "MODIFIED"):
-                    yield event
+            pause.begin()
+            try:
+                async for kind, event in self._watch_once(path, f"involvedObject.name={name}", None):
+                    if kind in ("ADDED", "MODIFIED"):
+                        yield event
+            except (aiohttp.ClientError, ConnectionError, TimeoutError, ValueError):
+                pass  # cut off: they come again from the first
+            await pause.after_a_short_one()
 
     async def _watch_once(
         self, path: str, selector: str, version: str | None
@@ -153,7 +171,9 @@ class Api:
                 async for line in answer.content:
                     if line.strip():
                         event = json.loads(line)
-                        yield str(event["type"]), event["object"]
+                        if not isinstance(event, dict) or not isinstance(event.get("object"), dict):
+                            raise ValueError("not an event of a watch")
+                        yield str(event.get("type")), event["object"]
         except ApiError as error:
             if error.status != _TOO_OLD:
                 raise
@@ -257,6 +277,26 @@ class Api:
                 headers={"User-Agent": "lowtide"},
             )
         return self._session, self._login
+
+
+class _Pause:
+    """Between watches that end at once: each takes longer, so that a proxy that ends them all meets few requests."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._began = 0.0
+
+    def begin(self) -> None:
+        self._began = asyncio.get_running_loop().time()
+
+    async def after_a_short_one(self) -> bool:
+        """Whether the watch that began last was one, after a pause."""
+        if asyncio.get_running_loop().time() - self._began > _SHORT_SECONDS:
+            self._seconds = 0.0
+            return False
+        self._seconds = min(_PAUSE_SECONDS, self._seconds * 2 or 0.05)
+        await asyncio.sleep(self._seconds)
+        return True
 
 
 async def _content(answer: aiohttp.ClientResponse) -> Any:

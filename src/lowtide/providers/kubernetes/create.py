@@ -6,7 +6,7 @@ import asyncio
 from contextlib import suppress
 
 from lowtide import logger
-from lowtide.errors import SandboxFailedError
+from lowtide.errors import AuthenticationError, SandboxFailedError
 from lowtide.providers.base import SandboxSpec
 from lowtide.providers.inside import program
 from lowtide.providers.kubernetes import destroy, status
@@ -16,6 +16,15 @@ from lowtide.providers.kubernetes.errors import SERVICE, ApiError, may_not
 from lowtide.providers.kubernetes.pod import Json
 
 log = logger.get("lowtide.kubernetes")
+
+_REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+_PODS, _SECRETS, _POLICIES = "pods", "secrets", "networking.k8s.io/networkpolicies"
+_RIGHTS = {
+    _PODS: ("create", "get", "delete"),
+    _SECRETS: ("create", "get", "patch", "delete"),
+    _POLICIES: ("create", "get", "patch", "delete"),
+}
+"""Without one of these something would stay. All others are refused by the server when they are needed."""
 
 
 class Creation:
@@ -27,6 +36,39 @@ class Creation:
         self._image, self._architecture = image, architecture
         self._name = objects.pod_name(spec.lease_id)
         self.key = program.new_key()
+
+    async def check_rights(self) -> None:
+        """Refuse by name where something could be created here that could not be removed again. A server that does not say
+        what is allowed is left to refuse."""
+        for resource, needed in _RIGHTS.items():
+            if resource == _POLICIES and not objects.wants_policy(self._spec):
+                continue
+            allowed = dict(
+                zip(needed, await asyncio.gather(*(self._may(resource, v) for v in needed)), strict=True)
+            )
+            if resource == _SECRETS and not allowed["create"]:
+                continue  # then there is none: the key stands in the pod
+            if missing := [verb for verb, may in allowed.items() if not may]:
+                words = (
+                    f"these credentials may not {' or '.join(missing)} {resource} in the namespace {self._namespace}, so lowtide "
+                    "creates nothing there: it could not run the sandbox or not remove it. The rights lowtide needs are in "
+                    "docs/kubernetes.md"
+                )
+                raise SERVICE.error(AuthenticationError, words)
+
+    async def _may(self, resource: str, verb: str) -> bool:
+        group, _, name = resource.rpartition("/")
+        asked = {"namespace": self._namespace, "verb": verb, "group": group, "resource": name}
+        body = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": asked},
+        }
+        try:
+            answer = await self._api.request("POST", _REVIEWS, body=body)
+        except ApiError:
+            return True
+        return (answer.get("status") or {}).get("allowed") is not False
 
     async def run(self) -> Json:
         spec, namespace = self._spec, self._namespace

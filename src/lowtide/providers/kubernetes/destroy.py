@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import math
 
+import aiohttp
+
 from lowtide.in_background import in_background
 from lowtide.providers.kubernetes import pod as objects
 from lowtide.providers.kubernetes import status
@@ -36,7 +38,10 @@ async def delete_pod(api: Api, namespace: str, pod: Json, grace_seconds: float) 
     try:
         async for kind, seen in api.watch(objects.pods(namespace), name=name, version=None):
             if kind == "DELETED" or seen["metadata"]["uid"] != same["uid"]:
-                return True
+                now = await api.get(path)  # what a watch says may be a proxy's word
+                if now is None or now["metadata"]["uid"] != same["uid"]:
+                    return True
+                continue
             has_run = has_run or status.has_run(seen)
             if not forced and (status.all_terminated(seen, has_run=has_run) or status.never_started(seen)):
                 # The node has reported every container dead, or that it never made one. It would take
@@ -46,7 +51,7 @@ async def delete_pod(api: Api, namespace: str, pod: Json, grace_seconds: float) 
                 await _delete(api, path, {"gracePeriodSeconds": 0, "preconditions": same})
     finally:
         again.cancel()
-    return True
+    return True  # the watch ends by itself only when the pod was not found
 
 
 async def delete_beside(api: Api, namespace: str, name: str) -> bool:
@@ -77,7 +82,9 @@ async def _let_it_start(api: Api, namespace: str, pod: Json) -> None:
     if not pod["spec"].get("nodeName") or not status.starting(pod):
         return
     meta = pod["metadata"]
-    with contextlib.suppress(TimeoutError):
+    with contextlib.suppress(
+        TimeoutError, OSError, ApiError, aiohttp.ClientError
+    ):  # the delete says what is wrong
         async with asyncio.timeout(_START_SECONDS):
             async for kind, seen in api.watch(
                 objects.pods(namespace), name=meta["name"], version=meta["resourceVersion"]

@@ -7,6 +7,7 @@ import math
 import re
 from typing import Any
 
+from lowtide import arguments
 from lowtide.errors import ValidationError
 from lowtide.providers.base import NetworkMode, SandboxSpec
 from lowtide.providers.hosted import asked_for
@@ -79,7 +80,7 @@ def check(spec: SandboxSpec) -> None:
     namespace = options_of(spec).namespace
     if namespace is not None and not _DNS_LABEL.fullmatch(namespace):
         raise _wrong("namespace", f"{namespace!r} is no namespace name")
-    program.check_variables(spec.environment)
+    arguments.sandbox_environment("environment_variables", spec.environment)
     if spec.isolation is not None and options_of(spec).runtime_class not in (None, spec.isolation.value):
         words = f"isolation={spec.isolation.value!r} is a runtime class, and provider_options name another"
         raise _wrong("isolation", words)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, ClassVar
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 log = logger.get("lowtide.kubernetes")
 
 DEFAULT_IMAGE = "python:3.12-slim"
+_RIGHTS_SECONDS = 300.0
 
 
 class KubernetesProvider(hosted.Hosted):
@@ -54,6 +56,7 @@ class KubernetesProvider(hosted.Hosted):
     }
     traits: ClassVar[Traits] = Traits(
         recovery=Recovery.BY_NAME,
+        offline=True,
         recovery_options=("namespace",),
         create_window_seconds=60.0,  # the API server's own limit for a request
         max_lifetime_seconds=float(pod.MAX_LIFETIME_SECONDS),
@@ -72,6 +75,8 @@ class KubernetesProvider(hosted.Hosted):
         self._api = Api(access)
         self._lookup = Lookup(self._api, access.namespace)
         self._keys: dict[str, bytes] = {}
+        self._rights: dict[tuple[str, bool], float] = {}
+        """Until when what is needed in a namespace, without or with a policy, counts as allowed."""
         self._architecture: str | None = None
         self._warned = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -107,6 +112,11 @@ class KubernetesProvider(hosted.Hosted):
             self._warn_about_policies()
         image = self._access.image or DEFAULT_IMAGE
         creation = Creation(self._api, spec, namespace, image, architecture)
+        asked = (namespace, pod.wants_policy(spec))
+        if time.monotonic() > self._rights.get(asked, 0.0):
+            with nothing_sent(), mapped():
+                await creation.check_rights()
+            self._rights[asked] = time.monotonic() + _RIGHTS_SECONDS
         with mapped(self._lookup.id_of(namespace, pod.pod_name(spec.lease_id))):
             made = await creation.run()
         sandbox_id = self._lookup.made(namespace, made, options.unschedulable_seconds)

@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowtide.providers.local import cgroups
+from lowtide.providers.local import cgroups, freezer
 from lowtide.providers.local.bound import Bound
 
 _CONTROLLERS = {"memory_bytes": "memory", "pids": "pids", "cpu_weight": "cpu"}
@@ -131,6 +131,8 @@ def release(paths: Sequence[str], patience_seconds: float = 0.0) -> None:
         # Everybody's processes are in it: the end of one sandbox must not read them all.
         if patience_seconds <= 0 or not any(map(os.path.exists, paths)):
             return
+        for path in paths:
+            freezer.remove_empty(f"{path}/{_INNER}")
         now = _members(paths)
         if now != members:
             members, since = now, time.monotonic()
@@ -150,6 +152,7 @@ def sweep(parents: Collection[Path]) -> None:
             for name in os.listdir(parent):
                 path = f"{parent}/{name}"
                 if name.startswith(_OUTER) and time.time() - os.stat(path).st_mtime > _UNUSED_SECONDS:
+                    freezer.remove_empty(f"{path}/{_INNER}")
                     release([path])
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from lowtide import threads
 from lowtide.errors import SandboxUnavailableError
-from lowtide.providers.local import bound_groups, cgroups
+from lowtide.providers.local import bound_groups, cgroups, freezer
 from lowtide.providers.local.sandbox_directory import ProcessMark, SandboxDirectory, start_time
 from lowtide.providers.local.wait_readable import readable
 from lowtide.trees.remove import remove_tree
@@ -44,6 +44,7 @@ async def destroy_on_loop(directory: SandboxDirectory, trash: Path, grace_second
     if asking or inner is None or spec.get("cgroups"):
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(None, destroy, directory, trash, grace_seconds)
+    freezer.thaw(directory, only_version_1=True)
     fds = _send_kill(outer, inner)
     try:
         async with asyncio.timeout(_PATIENCE_SECONDS):
@@ -77,7 +78,9 @@ def _put_away(
 def stop(directory: SandboxDirectory, grace_seconds: float) -> tuple[ProcessMark | None, ProcessMark | None]:
     """End its processes and leave its files."""
     outer, inner = directory.processes()
-    if grace_seconds > 0 and inner is not None and inner.alive():
+    asking = grace_seconds > 0 and inner is not None and inner.alive()
+    freezer.thaw(directory, only_version_1=not asking)
+    if asking and inner is not None:
         _ask_to_end(inner, grace_seconds, only_main=bool((directory.spec() or {}).get("command")))
     kill(outer, inner, directory.sandbox_id)
     return outer, inner
@@ -96,9 +99,11 @@ def settle(
     while (marks := later.processes())[0] is None and (gone / "pid").exists() and time.monotonic() < deadline:
         time.sleep(0.002)
     if marks != killed:
+        freezer.thaw(later, only_version_1=True)
         kill(*marks, sandbox_id)
     _kill_and_wait([later.proxy()], sandbox_id)
     spec = later.spec() or {}
+    freezer.remove(later)
     cgroups.remove(groups or spec.get("cgroups", []))
     bound_groups.release(spec.get("bound", []))
 
@@ -335,12 +340,21 @@ def send(inner: ProcessMark, pids: Sequence[int], *numbers: int) -> None:
         with contextlib.suppress(OSError):
             pidfd = os.pidfd_open(pid)
             try:
-                # A program that may not be read shows its namespaces to nobody, and its parent to all.
-                if _namespace(pid) == namespace or ProcessMark.child_of(inner, pid) is not None:
+                if in_sandbox(inner, pid, namespace):
                     for number in numbers:
                         signal.pidfd_send_signal(pidfd, number)
             finally:
                 os.close(pidfd)
+
+
+def in_sandbox(inner: ProcessMark, pid: int, namespace: int | None = None) -> bool:
+    """Whether this process is one of the sandbox whose process 1 is `inner`."""
+    if namespace is None:
+        namespace = _namespace(inner.pid) if inner.alive() else None
+    if namespace is None:
+        return False
+    # A program that may not be read shows its namespaces to nobody, and its parent to all.
+    return _namespace(pid) == namespace or ProcessMark.child_of(inner, pid) is not None
 
 
 def _namespace(pid: int) -> int | None:

@@ -63,9 +63,10 @@ def file_error(code: int, why: str, path: str, sandbox_id: str) -> errors.Sandbo
 
 
 async def answer(
-    reply: Reply, path: str, sandbox_id: str, seconds: float | None = _ANSWER_SECONDS
+    reply: Reply, path: str, sandbox_id: str, seconds: float | None = None
 ) -> tuple[Message, list[int]]:
-    """What the sandbox's side says. RequestTimeoutError when it says nothing for so long."""
+    """What the sandbox's side says. RequestTimeoutError when it says nothing for so long, 60 s by default."""
+    seconds = seconds or _ANSWER_SECONDS
     try:
         async with asyncio.timeout(seconds):
             said = await reply.next()
@@ -277,7 +278,7 @@ async def list_dir(inside: Caller, path: str) -> list[FileEntry]:
 
 
 async def simple(inside: Caller, call: str, path: str, **details: Any) -> None:
-    seconds = _TREE_SECONDS if details.get("recursive") else _ANSWER_SECONDS
+    seconds = _TREE_SECONDS if details.get("recursive") else None
     async with _slot():
         with await _ask(inside, call, [], path, **details) as reply:
             await answer(reply, path, inside.sandbox_id, seconds)

@@ -19,6 +19,7 @@ from lowtide.providers.local.process import LocalProcess, gone
 from lowtide.providers.local.sandbox_directory import SandboxDirectory
 from lowtide.providers.local.wait_readable import readable
 from lowtide.trees import holes
+from lowtide.trees.walk import TooLarge
 
 _START_SECONDS = 25.0
 _MOMENT_SECONDS = 0.01
@@ -95,10 +96,10 @@ class GvisorCalls(Calls):
         count = 0
         with os.fdopen(os.dup(descriptor), "wb", buffering=_BLOCK) as file:
             async for chunk in self.read_file(sandbox_id, path):
-                holes.write_or_skip(file, chunk)
                 count += len(chunk)
                 if max_bytes is not None and count > max_bytes:
-                    break
+                    raise TooLarge
+                holes.write_or_skip(file, chunk)
             holes.finish(file)
         return count
 

@@ -1,6 +1,7 @@
 """Pausing a sandbox: every process in it stopped, and continued again.
 
-By signals: a timer that sends SIGCONT wakes its process while the sandbox is paused. docs/security.md says so.
+By the kernel's freezer. Where this user may make no control group, by signals: then a timer inside that sends SIGCONT
+wakes its process while the sandbox is paused, and `pause` warns of that.
 """
 
 from __future__ import annotations
@@ -9,21 +10,98 @@ import contextlib
 import os
 import signal
 import time
+import warnings
 
-from lowtide.errors import SandboxUnavailableError
-from lowtide.providers.local.destroy import members, send, state
+from lowtide.errors import LowtideError, SandboxUnavailableError
+from lowtide.providers.local import cgroups, freezer
+from lowtide.providers.local.destroy import in_sandbox, members, send, state
+from lowtide.providers.local.freezer import Freezer
 from lowtide.providers.local.sandbox_directory import ProcessMark, SandboxDirectory
 
 _PATIENCE_SECONDS = 10.0
 _MOMENT_SECONDS = 0.25
-_STOPPED = ("T", "t", "Z", "X", "")
+_ENDED = ("Z", "X", "")
+_STOPPED = ("T", "t", *_ENDED)
 _ASLEEP = (*_STOPPED, "D")
 """With the signal waiting for it, one in an uninterruptible sleep runs no more either. A parent sleeps so
 until its new child has begun its program (vfork), which a child that was stopped first never does."""
 
 
 def pause(directory: SandboxDirectory, inner: ProcessMark) -> None:
-    """Returns when nothing in it runs. What is stopped cannot fork, so looking again finds what was missed."""
+    """Returns when nothing in it runs."""
+    group = freezer.make(directory, inner.pid)
+    if isinstance(group, Freezer):
+        try:
+            directory.set_paused(True, frozen=True)
+            _freeze(directory, inner, group)
+            return
+        except FileNotFoundError:  # destroyed meanwhile
+            group.thaw()
+            cgroups.remove([group.path])
+            raise
+        except OSError as error:
+            group.thaw()
+            if isinstance(error, LowtideError):
+                raise
+            why = f"{group.path}: {error.strerror}"  # the processes are another's to move
+    else:
+        why = group
+    warnings.warn(
+        f"the sandbox {directory.sandbox_id} is paused by SIGSTOP, because this user may use no freezer "
+        f"({why}). A process in it that has set a timer which sends SIGCONT runs on when the timer fires: "
+        "stop() what must not run. Run as root, or in a delegated control group (`systemd-run --user --scope -p "
+        "Delegate=yes`), to pause by the freezer",
+        stacklevel=2,
+    )
+    _stop(directory, inner)
+
+
+def _freeze(directory: SandboxDirectory, inner: ProcessMark, group: Freezer) -> None:
+    """What is in the group cannot fork any more, so looking again finds what was missed."""
+    began = time.monotonic()
+    while True:
+        outside = [pid for pid in _own(inner) if not _held(group, pid)]
+        for pid in outside:
+            _move(inner, group, pid)
+        waited = time.monotonic() - began
+        if not outside and (
+            group.frozen() or (waited > _MOMENT_SECONDS and all(_state(pid) != "R" for pid in _own(inner)))
+        ):
+            return
+        if waited > _PATIENCE_SECONDS:
+            resume(directory, inner)
+            raise _does_not_stop(directory)
+        time.sleep(0.002)
+
+
+def _held(group: Freezer, pid: int) -> bool:
+    """Ended ones count as held. Where the first thread has left, the others say which group the process is in."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in (pid, *(int(name) for name in os.listdir(f"/proc/{pid}/task"))):
+            if state(thread) not in _ENDED:
+                return group.holds(pid, thread)
+    return True
+
+
+def _move(inner: ProcessMark, group: Freezer, pid: int) -> None:
+    """A process is moved by its number. If it ends meanwhile, the number can be this machine's: let that one go on."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        pidfd = os.pidfd_open(pid)
+        try:
+            if not in_sandbox(inner, pid):
+                return
+            group.add(pid)
+            try:
+                signal.pidfd_send_signal(pidfd, 0)
+            except ProcessLookupError:
+                if not in_sandbox(inner, pid):
+                    group.let_out(pid)
+        finally:
+            os.close(pidfd)
+
+
+def _stop(directory: SandboxDirectory, inner: ProcessMark) -> None:
+    """By signals. What is stopped cannot fork, so looking again finds what was missed."""
     directory.set_paused(True)
     began = time.monotonic()
     while running := [pid for pid in _own(inner) if _state(pid) not in _STOPPED]:
@@ -32,21 +110,28 @@ def pause(directory: SandboxDirectory, inner: ProcessMark) -> None:
             return
         if waited > _PATIENCE_SECONDS:
             resume(directory, inner)
-            raise SandboxUnavailableError(
-                "its processes do not stop", provider="local", sandbox_id=directory.sandbox_id, retryable=True
-            )
+            raise _does_not_stop(directory)
         send(inner, running, signal.SIGSTOP)
         time.sleep(0.002)
 
 
 def resume(directory: SandboxDirectory, inner: ProcessMark) -> None:
+    frozen = directory.frozen()
+    freezer.thaw(directory)
     directory.set_paused(False)
-    send(inner, _own(inner), signal.SIGCONT)
+    if not frozen:
+        send(inner, _own(inner), signal.SIGCONT)
 
 
 def paused(sandbox_id: str) -> SandboxUnavailableError:
     return SandboxUnavailableError(
         "the sandbox is paused: resume() it first", provider="local", sandbox_id=sandbox_id
+    )
+
+
+def _does_not_stop(directory: SandboxDirectory) -> SandboxUnavailableError:
+    return SandboxUnavailableError(
+        "its processes do not stop", provider="local", sandbox_id=directory.sandbox_id, retryable=True
     )
 
 

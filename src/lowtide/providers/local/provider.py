@@ -92,6 +92,7 @@ class LocalProvider(LocalCalls):
         create_window_seconds=2.0,
         outlives_machine=False,
         light=True,
+        offline=True,
         gvisor_lacks=gvisor.LACKS,
     )
     options_type: ClassVar[type | None] = None

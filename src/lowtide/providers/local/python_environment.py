@@ -15,28 +15,6 @@ from lowtide.providers.local import python_trees
 PLACE = "/opt/python"
 BIN = f"{PLACE}/bin"
 
-# Said before pip tries for a minute to reach what it cannot.
-_HINT = '''"""Imported for pip alone: says in one line why it cannot reach an index."""
-import os, sys
-
-def offline():
-    if any(name.lower() in ("http_proxy", "https_proxy", "all_proxy") for name in os.environ):
-        return False
-    try:
-        with open("/proc/net/route") as v4, open("/proc/net/ipv6_route") as v6:
-            return len(v4.readlines()) < 2 and all(line.split()[-1] == "lo" for line in v6)
-    except OSError:
-        return False
-
-if {"install", "download"} & set(sys.orig_argv) and not {"--no-index", "-h", "--help"} & set(sys.orig_argv) and offline():
-    os.environ.setdefault("PIP_RETRIES", "0")
-    os.environ.setdefault("PIP_DISABLE_PIP_VERSION_CHECK", "1")
-    print(
-        'lowtide: this sandbox has no network, so pip reaches no index: make it with network="full", or with '
-        'network=["pypi.org", "files.pythonhosted.org"]',
-        file=sys.stderr,
-    )
-'''
 _PIP = f"""#!/bin/sh
 {BIN}/python3 -c 'import pip' 2>/dev/null || {BIN}/python3 -m ensurepip >/dev/null 2>&1
 exec {BIN}/python3 -m pip "$@"
@@ -70,7 +48,7 @@ def build(root: Path) -> None:
     (packages / "_pip.pth").write_text(
         'import sys; {"pip"} & set(sys.orig_argv[1:4]) and __import__("_pip_hint")\n'
     )
-    (packages / "_pip_hint.py").write_text(_HINT)
+    (packages / "_pip_hint.py").write_text(Path(__file__).with_name("pip_hint.py").read_text())
 
 
 def interpreter() -> str | None:

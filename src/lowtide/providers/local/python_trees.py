@@ -3,7 +3,8 @@
 A virtual environment is somebody's directory. Only `bin` and `lib` of it are shown, each as the lower layer of a
 read-only overlay: a socket in an overlay is not the socket that somebody listens on. Files that only their owner may
 read are not readable inside: as root because their owner has no id in there, and for an ordinary user, who is the
-owner, because a layer above hides them where they lie beside what is public.
+owner, because a layer above hides them where they lie beside what is public. That layer is made for each sandbox by the
+modes that the files have when it is created; a running sandbox sees what becomes private later.
 """
 
 from __future__ import annotations
@@ -57,19 +58,16 @@ class Masks:
     def __init__(self, directory: Path, owner: int | None) -> None:
         self._directory, self._owner = directory, owner
         self._trees = trees()
-        self._folders = [folder for tree in self._trees for folder in _looked_into(tree)]
-        self._known: tuple[list[int], tuple[ReadOnlyTree, ...]] | None = None
 
     def masked(self) -> tuple[ReadOnlyTree, ...]:
-        """Every tree with its mask, looked at again when one of the directories that are looked into has changed."""
-        times = [os.stat(folder).st_mtime_ns for folder in self._folders] if self._owner is None else []
-        if self._known is None or self._known[0] != times:
-            self._known = times, tuple(ReadOnlyTree(tree, self._mask(tree)) for tree in self._trees)
-        return self._known[1]
+        """Every tree with its mask, by what its files' modes are now: a file's mode changes nothing but the file."""
+        if self._owner is not None:
+            # As root the owner of what is private has no id in the sandbox: nothing has to be hidden.
+            return tuple(ReadOnlyTree(tree, self._mask([])) for tree in self._trees)
+        now = trees()
+        return tuple(ReadOnlyTree(tree, self._mask(_private(tree))) for tree in self._trees if tree in now)
 
-    def _mask(self, tree: str) -> str:
-        # As root the owner of what is private has no id in the sandbox: nothing has to be hidden.
-        names = [] if self._owner is not None else _private(tree)
+    def _mask(self, names: list[str]) -> str:
         place = (
             self._directory
             / hashlib.sha256("\0".join(names).encode("utf-8", "surrogateescape")).hexdigest()[:16]
@@ -103,7 +101,10 @@ def _private(tree: str) -> list[str]:
     for folder in _looked_into(tree):
         with os.scandir(folder) as found:
             for entry in found:
-                mode = entry.stat(follow_symlinks=False).st_mode
+                try:
+                    mode = entry.stat(follow_symlinks=False).st_mode
+                except FileNotFoundError:
+                    continue
                 if not stat.S_ISLNK(mode) and not mode & _PUBLIC:
                     names.append(os.path.relpath(entry.path, tree))
     return sorted(names)

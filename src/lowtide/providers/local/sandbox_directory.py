@@ -128,12 +128,38 @@ class SandboxDirectory:
     def paused(self) -> bool:
         return os.path.exists(f"{self.path}/paused")
 
-    def set_paused(self, yes: bool) -> None:
+    def set_paused(self, yes: bool, *, frozen: bool = False) -> None:
+        """`frozen`: by the freezer and not by signals."""
         if yes:
-            os.close(os.open(f"{self.path}/paused", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            self._write("paused", "frozen" if frozen else "")
         else:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f"{self.path}/paused")
+
+    def frozen(self) -> bool:
+        """Whether it is paused by the freezer."""
+        return self._read("paused") == "frozen"
+
+    def freezer(self) -> str | None:
+        """The control group that its processes are frozen in, from its first pause on."""
+        return self._read("freezer") or None
+
+    def set_freezer(self, path: str | None) -> None:
+        self._write("freezer", path or "")
+
+    def _read(self, name: str) -> str | None:
+        try:
+            with open(f"{self.path}/{name}") as file:
+                return file.read()
+        except FileNotFoundError:
+            return None
+
+    def _write(self, name: str, text: str) -> None:
+        """One small record, as a whole."""
+        draft = f"{self.path}/.{name}"
+        with open(draft, "w") as file:
+            file.write(text)
+        os.rename(draft, f"{self.path}/{name}")
 
     def exit_code(self) -> int | None:
         """What the main process ended with, when it ended by itself."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from lowtide.providers.local import python_environment, python_trees
 from lowtide.trees.passable import make_passable
 
-_FORMAT = 6  # part of the fingerprint: raise it when what is built below changes
+_FORMAT = 7  # part of the fingerprint: raise it when what is built below changes
 
 _DIRECTORIES = (
     "dev", "etc", "home", "media", "mnt", "opt", "proc", "root", "run", "srv", "sys", "usr", "var", "var/cache",

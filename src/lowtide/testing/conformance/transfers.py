@@ -177,6 +177,28 @@ class TransfersConformance(Conformance):
         assert (tmp_path / "out" / "boot_id").read_text() == sh(box, "cat /proc/sys/kernel/random/boot_id")
         assert moved.bytes == sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
 
+    def test_a_file_without_end_is_given_up(self, box: Sandbox, place: str, tmp_path: Path) -> None:
+        """/proc has one for each process, which reports no size: a link to it, under a name that promises another."""
+        link = f"ln -s /proc/$$/pagemap {place}/results.csv; exec sleep 1000"
+        running = box.exec(["sh", "-c", link])
+        eventually(lambda: box.exists(f"{place}/results.csv").result(ANSWER_SECONDS))
+        with pytest.raises(SandboxFileError):
+            box.download(f"{place}/results.csv", tmp_path / "results.csv").result(ANSWER_SECONDS)
+        assert list(tmp_path.iterdir()) == []
+        running.cancel()
+
+    def test_no_more_than_max_bytes_are_downloaded(self, box: Sandbox, place: str, tmp_path: Path) -> None:
+        sh(box, f"mkdir {place}/t && head -c 300000 /dev/urandom > {place}/t/f && ln -s t/f {place}/link")
+        for name in ("t/f", "link", "t"):
+            with pytest.raises(SandboxFileError, match="max_bytes=100000"):
+                box.download(f"{place}/{name}", tmp_path / "out", max_bytes=100_000).result(ANSWER_SECONDS)
+            assert list(tmp_path.iterdir()) == []
+        for number, most in enumerate((400_000, None)):
+            for name in ("t/f", "link", "t"):
+                out = tmp_path / f"{number}-{name.replace('/', '-')}"
+                moved = box.download(f"{place}/{name}", out, max_bytes=most).result(ANSWER_SECONDS)
+                assert moved.bytes == 300_000
+
     def test_what_is_no_file_is_refused_before_it_is_opened(
         self, box: Sandbox, place: str, tmp_path: Path
     ) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -90,15 +92,39 @@ class TreesConformance(Conformance):
     ) -> None:
         sh(box, f"mkdir -p {place}/t/shared {place}/t/tmp && cp /bin/sh {place}/t/shell")
         sh(box, f"cd {place}/t && chmod 6755 shell && chmod 2755 shared && chmod 1777 tmp")
-        moved = box.download(f"{place}/t", tmp_path / "back").result(ANSWER_SECONDS)
-        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "back").iterdir()}
-        assert modes == {"shell": 0o755, "shared": 0o755, "tmp": 0o1777}
+        with _umask(0o000):
+            moved = box.download(f"{place}/t", tmp_path / "back").result(ANSWER_SECONDS)
+        assert _modes(tmp_path / "back") == {"shell": 0o755, "shared": 0o755, "tmp": 0o1777}
         assert sorted(moved.stripped) == ["shared", "shell"]
+
+    def test_a_download_applies_the_umask_of_this_process(
+        self, box: Sandbox, place: str, tmp_path: Path
+    ) -> None:
+        sh(box, f"mkdir -p {place}/t/open {place}/t/tmp && cd {place}/t && echo x > file && echo x > run")
+        sh(box, f"cd {place}/t && chmod 777 open run && chmod 666 file && chmod 1777 tmp")
+        with _umask(0o027):
+            box.download(f"{place}/t", tmp_path / "t" / "all").result(ANSWER_SECONDS)
+            box.download(f"{place}/t/run", tmp_path / "t" / "run").result(ANSWER_SECONDS)
+        assert _modes(tmp_path / "t" / "all") == {"open": 0o750, "tmp": 0o1750, "file": 0o640, "run": 0o750}
+        assert _modes(tmp_path / "t") == {"all": 0o750, "run": 0o750}
 
     def test_a_missing_tree_leaves_nothing_here(self, box: Sandbox, place: str, tmp_path: Path) -> None:
         with pytest.raises(SandboxFileError):
             box.download(f"{place}/missing", tmp_path / "back").result(ANSWER_SECONDS)
         assert list(tmp_path.iterdir()) == []
+
+
+@contextlib.contextmanager
+def _umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def _modes(directory: Path) -> dict[str, int]:
+    return {path.name: stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()}
 
 
 def _plant(root: Path) -> None:
