@@ -65,15 +65,29 @@ def patched_by() -> str | None:
     return None
 
 
-def check_supported() -> None:
-    """Before the first create. Raises UnsupportedError under eventlet, where sandboxes would be left behind."""
-    if patched_by() == "eventlet":
+def check_supported(provider: str, own_threads: bool) -> None:
+    """Before a create. Raises UnsupportedError where sandboxes would be left behind, or the call would never return.
+
+    `own_threads`: whether the provider's SDK starts some, which are greenlets after gevent's patch.
+    """
+    library = patched_by()
+    if library == "eventlet":
         raise UnsupportedError(
             "lowtide cannot work in a process that eventlet.monkey_patch() has changed: its sockets, pipes and processes "
             "belong to eventlet's hub, which lowtide's own threads cannot use. Use gevent or plain threads (for gunicorn: "
             "-k gevent or -k gthread), or call lowtide in a process of its own",
+            provider=provider,
             feature="eventlet",
             alternative="gevent or threads",
+        )
+    if library == "gevent" and own_threads:
+        raise UnsupportedError(
+            f"{provider} cannot be used in a process that gevent.monkey.patch_all() has changed: its SDK runs threads of "
+            "its own, and would wait for ever. Patch with thread=False, use plain threads (for gunicorn: -k gthread), or "
+            "call lowtide in a process of its own",
+            provider=provider,
+            feature="gevent",
+            alternative="thread=False or threads",
         )
 
 

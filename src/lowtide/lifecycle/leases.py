@@ -113,7 +113,7 @@ class Lifecycle:
     def prepare(self, provider: Provider) -> None:
         """Before this process owns anything there: settings, exit hook, signals and guardian."""
         settings.check()
-        threads.check_supported()
+        threads.check_supported(provider.name, provider.traits.own_threads)
         signals.install(self._end_everything, len(self.held) + 1)
         if self.guardian is not None:
             self.guardian.wanted(provider)
