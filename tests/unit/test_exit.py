@@ -65,7 +65,14 @@ del operation, cycle
 
 def test_repeated_interrupts_at_exit_print_no_complaint(tmp_path: Path) -> None:
     program = """
+import logging, time
 from lowtide import Sandbox
+
+class Slow(logging.Handler):
+    def emit(self, record):
+        time.sleep(0.3)
+
+logging.basicConfig(handlers=[Slow()])
 box = Sandbox.run(provider="faulty")
 print("MADE", flush=True)
 """
