@@ -67,21 +67,33 @@ class Engine:
 
     def __init__(self) -> None:
         logger.start()
-        self.loop: asyncio.AbstractEventLoop = threads.new_event_loop()
-        self.loop.set_exception_handler(_log_unhandled)
-        self.loop.slow_callback_duration = float("inf")  # asyncio's debug mode would log from the loop itself
+        self.loop: asyncio.AbstractEventLoop
         self._workers = _Workers()
         self._workers.have(1)
-        self.loop.set_default_executor(self._workers)
         self._thread: int | None = None
         self._under_way: set[concurrent.futures.Future[Any]] = set()
         self._shielded: set[asyncio.Task[Any]] = set()
         self._ended = False
-        threads.start(self._run, "lowtide")
+        made: threads.SimpleQueue[BaseException | None] = threads.SimpleQueue()
+        threads.start(lambda: self._run(made.put), "lowtide")
+        error = (
+            made.get()
+        )  # in a patched process all greenlets of the thread wait: another one would want `_lock`
+        if error is not None:
+            raise error
 
-    def _run(self) -> None:
+    def _run(self, made: Callable[[BaseException | None], object]) -> None:
         self._thread = threads.get_ident()
-        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop = threads.new_event_loop()  # here: asyncio logs that, and a handler may raise
+            self.loop.set_exception_handler(_log_unhandled)
+            self.loop.slow_callback_duration = float("inf")  # its debug mode would log from the loop itself
+            self.loop.set_default_executor(self._workers)
+            asyncio.set_event_loop(self.loop)
+        except BaseException as error:
+            made(error)
+            return
+        made(None)
         while not self.loop.is_closed():
             try:
                 self.loop.run_forever()
@@ -89,9 +101,8 @@ class Engine:
             except BaseException as error:
                 why = f"{type(error).__name__}: {error}"
             log.error("lowtide's event loop fell out and is run again: %s", why)
-            threads.Event().block(
-                0.01
-            )  # one that falls out at once, again and again, leaves others the processor
+            # One that falls out at once, again and again, leaves others the processor.
+            threads.Event().block(0.01)
         self._give_up()
 
     def _give_up(self) -> None:

@@ -137,6 +137,21 @@ def flush(seconds: float) -> bool:
     return False
 
 
+def let_go_of_handlers() -> None:
+    """At exit, where a handler does not go on: nothing waits for its lock any more.
+
+    `logging.shutdown()`, an exit hook like ours, would wait for ever for the lock that the thread that logs holds.
+    """
+    for reference in list(getattr(logging, "_handlerList", ())):
+        handler = reference()
+        lock = getattr(handler, "lock", None)
+        if lock is None or lock.acquire(blocking=False):
+            if lock is not None:
+                lock.release()
+            continue
+        handler.lock = threads.RLock()
+
+
 def _drain() -> None:
     global _drainer, _emitted, _dropped, _late
     _drainer = threads.get_ident()

@@ -164,7 +164,8 @@ def _end_now(*, failed: bool, hurry: threads.Event) -> None:
                 len(left),
                 ids,
             )
-    logger.flush(FLUSH_SECONDS)
+    if not logger.flush(FLUSH_SECONDS):
+        logger.let_go_of_handlers()
 
 
 _pending: list[Any] = []
