@@ -6,7 +6,6 @@ import asyncio
 import builtins
 import contextlib
 import json
-import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from lowtide import arguments, machine
+from lowtide import arguments, logger, machine
 from lowtide.errors import (
     LowtideError,
     RequestTimeoutError,
@@ -52,7 +51,7 @@ from lowtide.providers.network.denied import DeniedFiles
 if TYPE_CHECKING:
     from lowtide.providers.docker.images import PullProgress
 
-log = logging.getLogger("lowtide.docker")
+log = logger.get("lowtide.docker")
 
 DEFAULT_IMAGE = "python:3.11"
 _DELETE_SECONDS = 120.0  # how long an engine may take to remove a container and its files
