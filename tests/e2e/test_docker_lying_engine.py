@@ -351,7 +351,8 @@ def new_engine() -> Iterator[str]:
 
     def start(*command: str) -> subprocess.Popen[bytes]:
         with (home / "log").open("ab") as file:
-            started.append(subprocess.Popen(command, stdout=file, stderr=file, cwd=home))
+            environ = {**os.environ, "TMPDIR": str(home)}  # where a slow containerd writes its stacks
+            started.append(subprocess.Popen(command, stdout=file, stderr=file, cwd=home, env=environ))
         return started[-1]
 
     try:
