@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
 
+from lowtide import orphans
 from lowtide.errors import SandboxFailedError
 from lowtide.providers.base import Limits, NetworkMode, SandboxInfo, SandboxSpec, SandboxState
 from lowtide.providers.inside import program
@@ -232,6 +233,9 @@ class Launch:
             os.close(ready_r)
             os.close(errors_r)
             os.close(info)
+            for mark in self.directory.processes():
+                if mark is not None:
+                    orphans.expect(mark.pid, mark.start_time)
 
     def _message(self, *, waiting: bool) -> Message:
         directory, spec, base_layers, client = self.directory, self.spec, self.base_layers, self.client

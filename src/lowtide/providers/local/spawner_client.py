@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowtide import engine, isolated
+from lowtide import engine, isolated, threads
 from lowtide.errors import ResourceExhaustedError, SandboxFailedError, SandboxUnavailableError
 from lowtide.providers.local.wait_readable import readable
 
@@ -106,7 +106,7 @@ class SpawnerClient:
                 await self._launch()
 
     async def _launch(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = threads.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 ours.setsockopt(socket.SOL_SOCKET, option, 1 << 20)
@@ -172,7 +172,7 @@ class SpawnerClient:
         return await self._ask(message, fds)
 
     async def _ask(self, message: Message, fds: Sequence[int]) -> Reply:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = threads.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         try:
             await self._send(message, [theirs.fileno(), *fds])
@@ -213,7 +213,7 @@ class SpawnerClient:
             return
         self._stop_asking()
         if said is not None and said[1]:
-            self._spare = socket.socket(fileno=said[1][0])
+            self._spare = threads.Socket(fileno=said[1][0])
             self._spare.setblocking(False)
 
     def _stop_asking(self) -> None:
@@ -309,7 +309,7 @@ class CommandStarter:
 
     def request(self, message: Message, fds: Sequence[int]) -> Reply | None:
         """None: it is gone, or too busy to be asked."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = threads.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with theirs:
             if self._send(message, [theirs.fileno(), *fds]):
@@ -409,7 +409,7 @@ def _run_spawner(control: int) -> int:
     null = os.open(os.devnull, os.O_RDWR)
     errors = 2 if os.environ.get("LOWTIDE_DEBUG") else null
     try:
-        return os.posix_spawn(
+        return threads.posix_spawn(
             python,
             [python, "-I", "-S", script, "3"],
             {},
@@ -428,11 +428,10 @@ def _run_spawner(control: int) -> int:
 
 def _reap(pid: int) -> None:
     """It ends within a moment of its control socket; nobody waits for it longer than that."""
-    import threading
 
     def wait() -> None:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
 
     with contextlib.suppress(RuntimeError):  # the interpreter is shutting down: then init reaps it
-        threading.Thread(target=wait, name="lowtide-reap", daemon=True).start()
+        threads.start(wait)
