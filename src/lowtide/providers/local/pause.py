@@ -46,6 +46,7 @@ def pause(directory: SandboxDirectory, inner: ProcessMark) -> None:
             why = f"{group.path}: {error.strerror}"  # the processes are another's to move
     else:
         why = group
+    _stop(directory, inner)
     warnings.warn(
         f"the sandbox {directory.sandbox_id} is paused by SIGSTOP, because this user may use no freezer "
         f"({why}). A process in it that has set a timer which sends SIGCONT runs on when the timer fires: "
@@ -53,7 +54,6 @@ def pause(directory: SandboxDirectory, inner: ProcessMark) -> None:
         "Delegate=yes`), to pause by the freezer",
         stacklevel=2,
     )
-    _stop(directory, inner)
 
 
 def _freeze(directory: SandboxDirectory, inner: ProcessMark, group: Freezer) -> None:
