@@ -11,11 +11,10 @@ import asyncio
 import contextlib
 import itertools
 import json
-import logging
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from lowtide import sandbox_json
+from lowtide import logger, sandbox_json
 from lowtide.errors import (
     CommandTimeoutError,
     LowtideError,
@@ -30,7 +29,7 @@ from lowtide.providers.optional import CodeResult
 if TYPE_CHECKING:
     from lowtide.held_sandbox import HeldSandbox
 
-log = logging.getLogger("lowtide")
+log = logger.get("lowtide")
 
 _PYTHON = ("python", "py")
 _SAID_BYTES = 2000

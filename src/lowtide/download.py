@@ -9,13 +9,12 @@ import os
 import posixpath
 import tarfile
 import tempfile
-import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lowtide import archive, local_target
+from lowtide import archive, local_target, threads
 from lowtide.errors import LowtideError, SandboxFileError, SandboxIsADirectoryError
 from lowtide.in_thread import in_thread
 from lowtide.providers import derived
@@ -108,8 +107,8 @@ class _Bound:
 
 def _too_large(most: int, *, path: str, provider: str, sandbox_id: str) -> SandboxFileError:
     return SandboxFileError(
-        f"{path} is larger than max_bytes={most}; nothing was replaced. Pass a larger max_bytes to download(), or None for "
-        "no bound",
+        f"{path} is larger than max_bytes={most}; nothing was replaced. Pass a larger max_bytes to download() (None: no "
+        "bound), or --max-bytes to lowtide cp",
         path=path,
         provider=provider,
         sandbox_id=sandbox_id,
@@ -143,7 +142,7 @@ async def _download_file(
 
 
 async def _download_into(provider: Provider, sandbox_id: str, remote: str, place: str, bound: _Bound) -> int:
-    stopped = threading.Event()  # the thread may wait for a reader that never comes
+    stopped = threads.Event()  # the thread may wait for a reader that never comes
 
     def keep(chunks: Iterable[bytes]) -> None:
         local_target.write_into(place, chunks, stopped.is_set)

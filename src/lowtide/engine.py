@@ -3,6 +3,10 @@
 Everything is written async once and runs here; the sync face hands a coroutine over and waits. The
 thread is a daemon, so that exit hooks can still use it while the interpreter shuts down, and a
 forked child starts without it: it makes its own on first use and hangs on nothing of its parent's.
+
+The loop is run again whenever something makes it fall out (a task that raises SystemExit, a library
+that stops it), so that what is under way goes on. A loop that cannot run any more fails everything
+that was handed to it, and the next call gets a new engine.
 """
 
 from __future__ import annotations
@@ -12,34 +16,26 @@ import atexit
 import concurrent.futures
 import contextlib
 import os
-import queue
 import selectors
-import signal
 import socket
 import stat
-import threading
-from collections.abc import Callable, Coroutine, Iterator
+import time
+from asyncio.futures import _chain_future  # type: ignore[attr-defined]  # what run_coroutine_threadsafe uses
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
+
+from lowtide import exit_timer, logger, threads
+from lowtide.errors import SandboxError
+from lowtide.threads import children_take_signals as children_take_signals
 
 T = TypeVar("T")
 
-# What programs handle in Python. The kernel may hand a signal for the process to any thread that takes it, but
-# Python runs handlers on the main thread only: taken by one of ours it would wait until that one wakes by itself.
-_MAIN_THREADS = frozenset(
-    {
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-        signal.SIGQUIT,
-        signal.SIGALRM,
-        signal.SIGCHLD,
-        signal.SIGUSR1,
-        signal.SIGUSR2,
-        signal.SIGWINCH,
-    }
-)
+AFTERWARDS_SECONDS = 5.0
+"""How long the exit hooks of other libraries that lowtide has taken over may take together."""
 
-_lock = threading.Lock()
+log = logger.get("lowtide")
+
+_lock = threads.Lock()
 _engine: Engine | None = None
 _forget_in_child: list[Callable[[], None]] = []
 _last: list[Callable[[], object]] = []
@@ -56,8 +52,11 @@ def at_the_very_end(work: Callable[[], object]) -> None:
 
 
 def _at_the_very_end() -> None:
-    while _last:
-        _last.pop()()
+    if not _last:
+        return
+    with exit_timer.bound_exit(AFTERWARDS_SECONDS):
+        while _last:
+            _last.pop()()
 
 
 atexit.register(_at_the_very_end)  # with this import, which comes before any lease's own hook
@@ -67,22 +66,97 @@ class Engine:
     """The loop and its thread. Get it with `engine()`."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
+        logger.start()
+        self.loop: asyncio.AbstractEventLoop
         self._workers = _Workers()
         self._workers.have(1)
-        self.loop.set_default_executor(self._workers)
+        self._thread: int | None = None
+        self._under_way: set[concurrent.futures.Future[Any]] = set()
         self._shielded: set[asyncio.Task[Any]] = set()
-        self.thread = threading.Thread(target=self._run, name="lowtide", daemon=True)
-        self.thread.start()
+        self._ended = False
+        made: threads.SimpleQueue[BaseException | None] = threads.SimpleQueue()
+        threads.start(lambda: self._run(made.put), "lowtide")
+        error = (
+            made.get()
+        )  # in a patched process all greenlets of the thread wait: another one would want `_lock`
+        if error is not None:
+            raise error
 
-    def _run(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _MAIN_THREADS)  # threads started from here inherit it
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
+    def _run(self, made: Callable[[BaseException | None], object]) -> None:
+        self._thread = threads.get_ident()
+        try:
+            self.loop = threads.new_event_loop()  # here: asyncio logs that, and a handler may raise
+            self.loop.set_exception_handler(_log_unhandled)
+            self.loop.slow_callback_duration = float("inf")  # its debug mode would log from the loop itself
+            self.loop.set_default_executor(self._workers)
+            asyncio.set_event_loop(self.loop)
+        except BaseException as error:
+            made(error)
+            return
+        made(None)
+        while not self.loop.is_closed():
+            try:
+                self.loop.run_forever()
+                why = "something stopped it"
+            except BaseException as error:
+                why = f"{type(error).__name__}: {error}"
+            log.error("lowtide's event loop fell out and is run again: %s", why)
+            # One that falls out at once, again and again, leaves others the processor.
+            threads.Event().block(0.01)
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Nobody may wait for ever for a loop that does not run any more."""
+        global _engine
+        self._ended = True
+        if _engine is self:
+            _engine = None
+        for future in list(self._under_way):
+            with contextlib.suppress(concurrent.futures.InvalidStateError):
+                future.set_exception(_ended())
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start `work` on the loop, from any thread."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+        return self._hand_over(
+            work, lambda future: _chain_future(asyncio.ensure_future(work, loop=self.loop), future)
+        )
+
+    def submit_shielded(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start `work` on the loop, from any thread. Cancelling the future only abandons the wait: `work` runs to its end.
+
+        `submit` passes a cancellation on, and one that arrives before the loop has taken up `work` drops it unstarted.
+        """
+
+        def begin(future: concurrent.futures.Future[T]) -> None:
+            task = self.loop.create_task(work)
+            self._shielded.add(task)  # the loop itself only holds tasks weakly
+            task.add_done_callback(self._shielded.discard)
+            task.add_done_callback(lambda done: _pass_on(done, future))
+
+        return self._hand_over(work, begin)
+
+    def _hand_over(
+        self, work: Coroutine[Any, Any, T], begin: Callable[[concurrent.futures.Future[T]], object]
+    ) -> concurrent.futures.Future[T]:
+        future: threads.Future[T] = threads.Future()
+
+        def on_loop() -> None:
+            try:
+                begin(future)
+            except BaseException as error:
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(error)
+
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+        try:
+            self.loop.call_soon_threadsafe(on_loop)
+        except RuntimeError as error:  # closed
+            work.close()
+            raise _ended() from error
+        if self._ended:
+            self._give_up()
+        return future
 
     def run(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Run `work` and wait for it. Not from the engine's own thread: that would wait for itself."""
@@ -93,28 +167,56 @@ class Engine:
             )
         return self.submit(work).result(timeout)
 
-    def submit_shielded(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start `work` on the loop, from any thread. Cancelling the future only abandons the wait: `work` runs to its end.
+    def run_at_exit(
+        self, work: Coroutine[Any, Any, T], *, seconds: float, silent_seconds: float, hurry: threads.Event
+    ) -> T:
+        """Run `work` from a signal handler or an exit hook, and wait for it without any lock but this call's own.
 
-        `submit` passes a cancellation on, and one that arrives before the loop has taken up `work` drops it unstarted.
+        Raises TimeoutError after `seconds`, at once when `hurry` is set, and when the loop has not turned for
+        `silent_seconds`: it may wait for a lock that the interrupted code holds.
         """
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        turned = time.monotonic()
+        deadline = turned + seconds
 
-        def begin() -> None:
-            task = self.loop.create_task(work)
-            self._shielded.add(task)  # the loop itself only holds tasks weakly
-            task.add_done_callback(self._shielded.discard)
-            task.add_done_callback(lambda done: _pass_on(done, future))
+        async def turn() -> None:
+            nonlocal turned
+            while True:
+                turned = time.monotonic()
+                await asyncio.sleep(0.1)
 
-        self.loop.call_soon_threadsafe(begin)
-        return future
+        future, turning = self.submit(work), self.submit(turn())
+        future.add_done_callback(lambda _: hurry.set())
+        try:
+            while not hurry.block(0.25):
+                now = time.monotonic()
+                if now > deadline:
+                    raise TimeoutError(f"not done within {seconds:g} s")
+                if now - turned > silent_seconds:
+                    raise TimeoutError(f"lowtide's event loop has not turned for {silent_seconds:g} s")
+            if not future.done():
+                raise TimeoutError("interrupted")
+            return future.result(0)
+        finally:
+            turning.cancel()
 
     def have_workers(self, count: int) -> None:
         """Have threads for so many blocking calls at once, so that an exit hook, which can start none, finds them."""
         self._workers.have(count)
 
     def is_current_thread(self) -> bool:
-        return threading.current_thread() is self.thread
+        return threads.get_ident() == self._thread
+
+
+def _ended() -> SandboxError:
+    return SandboxError(
+        "lowtide's event loop was closed while this call was under way, so its outcome is unknown. Sandboxes that this "
+        "process owns are destroyed when it exits; `lowtide ls` shows them"
+    )
+
+
+def _log_unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What asyncio would log from the loop's own thread."""
+    logger.enqueue(lambda: loop.default_exception_handler(context))
 
 
 def _pass_on(task: asyncio.Task[T], future: concurrent.futures.Future[T]) -> None:
@@ -144,16 +246,6 @@ def engine() -> Engine:
     return running
 
 
-@contextlib.contextmanager
-def children_take_signals() -> Iterator[None]:
-    """Around every start of a process on one of the engine's threads: it would inherit their signal mask."""
-    masked = signal.pthread_sigmask(signal.SIG_UNBLOCK, _MAIN_THREADS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
-
-
 def started() -> bool:
     return _engine is not None
 
@@ -168,7 +260,7 @@ def _reset_after_fork() -> None:
     parents, _engine = _engine, None
     if parents is not None:
         _part(parents.loop)
-    _lock = threading.Lock()
+    _lock = threads.Lock()
     for action in _forget_in_child:
         action()
 
@@ -178,7 +270,7 @@ def _part(loop: asyncio.AbstractEventLoop) -> None:
     selector = getattr(loop, "_selector", None)
     if selector is None:
         return
-    nowhere, other = socket.socketpair()
+    nowhere, other = threads.socketpair()
     other.close()
     for descriptor in list(selector.get_map() or ()):
         # Its connections are the child's, too: an SDK's that is let go of here says goodbye in TLS, and the
@@ -197,7 +289,7 @@ def _part(loop: asyncio.AbstractEventLoop) -> None:
 def _is_connection(descriptor: int) -> bool:
     if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
         return False
-    with socket.socket(fileno=os.dup(descriptor)) as same:
+    with threads.Socket(fileno=os.dup(descriptor)) as same:
         return same.family in (socket.AF_INET, socket.AF_INET6)
 
 
@@ -216,10 +308,10 @@ class _Workers(concurrent.futures.ThreadPoolExecutor):
 
     def __init__(self) -> None:
         super().__init__(max_workers=1)
-        self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._idle = threading.Semaphore(0)
+        self._waiting: threads.SimpleQueue[Callable[[], None]] = threads.SimpleQueue()
+        self._idle = threads.Semaphore(0)
         self._count = 0
-        self._count_lock = threading.Lock()
+        self._count_lock = threads.Lock()
 
     def have(self, count: int) -> None:
         """At least so many threads, up to the most there can be."""
@@ -227,7 +319,7 @@ class _Workers(concurrent.futures.ThreadPoolExecutor):
             pass
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[T]:
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        future: threads.Future[T] = threads.Future()
 
         def work() -> None:
             if not future.set_running_or_notify_cancel():
@@ -247,7 +339,7 @@ class _Workers(concurrent.futures.ThreadPoolExecutor):
             if self._count >= self._most:
                 return False
             try:
-                threading.Thread(target=self._serve, name="lowtide-worker", daemon=True).start()
+                threads.start(self._serve)
             except RuntimeError:  # the interpreter is shutting down, or the machine has no thread left
                 if self._count:
                     return False
@@ -256,11 +348,10 @@ class _Workers(concurrent.futures.ThreadPoolExecutor):
             return True
 
     def _serve(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _MAIN_THREADS)  # started from any thread
         while True:
             try:
                 work = self._waiting.get_nowait()
-            except queue.Empty:
+            except threads.Empty:
                 self._idle.release()
                 work = self._waiting.get()
             work()

@@ -11,7 +11,6 @@ import ast
 import builtins
 import inspect
 import json
-import logging
 import secrets
 import symtable
 import sys
@@ -20,7 +19,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
-from lowtide import sandbox_json
+from lowtide import logger, sandbox_json
 from lowtide.errors import LowtideError, SandboxError, SandboxFileError, ValidationError
 from lowtide.operation import Operation
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-log = logging.getLogger("lowtide")
+log = logger.get("lowtide")
 
 _LARGEST_RESULT = 64 << 20
 """In bytes of JSON. It comes from a sandbox, and may be anything; `sandbox_json` bounds what it becomes in memory."""

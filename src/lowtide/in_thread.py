@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+from lowtide import threads
 
 T = TypeVar("T")
 
@@ -35,5 +36,5 @@ async def in_thread(work: Callable[[], T]) -> T:
         else:
             tell(done.set_result, result)
 
-    threading.Thread(target=run, name="lowtide-transfer", daemon=True).start()
+    threads.start(run)
     return await done

@@ -9,12 +9,12 @@ import contextlib
 import errno
 import os
 import re
-import select
 import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 
+from lowtide import threads
 from lowtide.trees.holes import copy_data
 
 _OWN = r"/proc/(?:self|thread-self|%d)/fd/(\d+)"
@@ -49,7 +49,7 @@ def write_into(path: str, blocks: Iterable[bytes], given_up: Callable[[], bool])
                 try:
                     view = view[os.write(fd, view) :]
                 except BlockingIOError:
-                    select.select([], [fd], [], 0.2)
+                    threads.select_ready([], [fd], [], 0.2)
                 except OSError as error:
                     raise OSError(error.errno, error.strerror, path) from None
     finally:

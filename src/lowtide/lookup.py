@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
-from lowtide import validate
+from lowtide import logger, validate
 from lowtide.defaults import default_provider
 from lowtide.errors import (
     AuthenticationError,
@@ -28,7 +27,7 @@ StateName: TypeAlias = Literal[
 ]
 Attach = Callable[[Provider, SandboxInfo, Lease | None], S]
 
-log = logging.getLogger("lowtide")
+log = logger.get("lowtide")
 
 _OPEN = (LeaseState.LIVE, LeaseState.ENDING, LeaseState.KEPT, LeaseState.HANDED_OVER)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-import threading
-import time
+import sys
 import weakref
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
@@ -20,6 +20,7 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 _generation = 0
+_LOG_SECONDS = 0.2
 
 
 def generation() -> int:
@@ -134,13 +135,21 @@ class Operation(Coroutine[Any, Any, T_co]):
         self._check_waitable()
         try:
             if self._audience is None:
-                return self._future.result(timeout)
+                return self._wait_in_thread(timeout)
             with self._audience.waiting():
-                return self._future.result(timeout)
+                return self._wait_in_thread(timeout)
         except TimeoutError:
             if self._future.done():
                 raise  # its own
         raise SandboxTimeoutError(f"not done after {timeout} seconds; it goes on, cancel() would end it")
+
+    def _wait_in_thread(self, timeout: float | None) -> T_co:
+        try:
+            return self._future.result(timeout)
+        finally:
+            # What the call has logged is shown before the caller goes on; a handler that blocks keeps it only once.
+            if (logger := sys.modules.get("lowtide.logger")) is not None:
+                logger.flush(_LOG_SECONDS)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait and return what it raised, or None. SandboxTimeoutError as in `result`."""
@@ -216,9 +225,14 @@ class Operation(Coroutine[Any, Any, T_co]):
         future = getattr(self, "_future", None)
         if self._heard or future is None or self._generation != _generation:
             return
+        if sys is None or sys.is_finalizing():
+            return  # collected with everything else: nobody can be told any more, and to log would print a traceback
         name = type(self).__name__
-        with contextlib.suppress(Exception):  # the interpreter may be half gone
-            future.add_done_callback(lambda done: _tell_unheard(done, name))
+        with contextlib.suppress(Exception):
+            if future.done():
+                _tell_unheard(future, name)
+            else:
+                future.add_done_callback(lambda done: _tell_unheard(done, name))
 
     def __repr__(self) -> str:
         if self._generation != _generation:
@@ -265,7 +279,12 @@ def _tell_unheard(future: concurrent.futures.Future[Any], name: str) -> None:
     if error is not None and isinstance(error, Exception) and not isinstance(error, SandboxGone):
         import logging
 
-        logging.getLogger("lowtide").error(
+        from lowtide import logger
+
+        logger.get(
+            "lowtide"
+        ).later(  # a finalizer runs anywhere, also while this thread holds a handler's lock
+            logging.ERROR,
             "nobody asked for the result of a call that failed (%s): %s: %s",
             name,
             type(error).__name__,
@@ -345,16 +364,20 @@ def wait(
         )
     if wanted:
         refuse_to_block()
-    enough = threading.Semaphore(0)
+    from lowtide.threads import Event
+
+    enough, left_to_end = Event(), itertools.count(wanted - 1, -1)
+
+    def ended_one(_: object) -> None:
+        if next(left_to_end) == 0:
+            enough.set()
+
     operations = [item._operation() for item in items]
     for operation in operations:
         operation._check_process()
-        operation._future.add_done_callback(lambda _: enough.release())
-    deadline = None if timeout is None else time.monotonic() + timeout
-    for _ in range(wanted):
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not enough.acquire(timeout=left):
-            break
+        operation._future.add_done_callback(ended_one)
+    if wanted:
+        enough.wait(timeout)
     ended = [operation.done() for operation in operations]
     done = [item for item, is_done in zip(items, ended, strict=True) if is_done]
     pending = [item for item, is_done in zip(items, ended, strict=True) if not is_done]

@@ -377,12 +377,12 @@ async def _abandon_when_started(starting: Awaitable[ProcessHandle]) -> None:
 
 async def _quietly(work: Awaitable[None]) -> None:
     """What goes wrong here is second to the reason it is done, and the sandbox's own end covers it."""
-    import logging
+    from lowtide import logger
 
     try:
         await work
     except Exception as error:
-        logging.getLogger("lowtide").warning("could not end a command: %s: %s", type(error).__name__, error)
+        logger.get("lowtide").warning("could not end a command: %s: %s", type(error).__name__, error)
 
 
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:

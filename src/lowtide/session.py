@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import builtins
-import logging
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Self, TypeVar
 
-from lowtide import block_exit, validate
+from lowtide import block_exit, logger, threads, validate
 from lowtide.defaults import SandboxDefaults, SandboxOptions, explicit, resolve, shows_options
 from lowtide.errors import (
     CleanupError,
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-log = logging.getLogger("lowtide")
+log = logger.get("lowtide")
 
 
 class Session:
@@ -61,7 +59,7 @@ class Session:
         self.session_id = new_lease_id()
         self._members: dict[int, Sandbox] = {}
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock = threads.Lock()
         self._born = generation()
         self._parents: builtins.list[Sandbox] = []
 
@@ -215,7 +213,7 @@ class Session:
         if self._born == generation():
             return
         self._born = generation()
-        self._lock = threading.Lock()  # the parent's may have been held in the instant of the fork
+        self._lock = threads.Lock()  # the parent's may have been held in the instant of the fork
         self._parents = list(self._members.values())
         self._members = {}
 

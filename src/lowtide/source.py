@@ -6,13 +6,11 @@ import asyncio
 import concurrent.futures
 import contextlib
 import os
-import select
-import threading
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from lowtide import loops, validate
+from lowtide import loops, threads, validate
 from lowtide.errors import ValidationError
 from lowtide.in_thread import in_thread
 
@@ -74,7 +72,7 @@ def _read_when_ready(file: Any, read: Callable[[int], Any]) -> Any:
     try:
         if os.get_blocking(file.fileno()):
             return None
-        select.select([file], [], [])
+        threads.select_ready([file], [], [])
     except (AttributeError, OSError, ValueError):
         return None  # no descriptor behind it
     return read(_STDIN_CHUNK)
@@ -111,7 +109,7 @@ async def _from_thread(data: Iterable[Any]) -> AsyncIterator[bytes]:
     """An iterable in a thread of its own: it may block, and is never further ahead than it is taken."""
     loop = asyncio.get_running_loop()
     items: deque[Any] = deque()
-    room = threading.Semaphore(_AHEAD)
+    room = threads.Semaphore(_AHEAD)
     arrived = asyncio.Event()
     over = False
 

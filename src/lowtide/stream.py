@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import codecs
-import threading
 from collections import deque
 from collections.abc import AsyncIterable, Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
-from lowtide import loops
+from lowtide import loops, threads
 from lowtide.arguments import content
 from lowtide.errors import SandboxError
 from lowtide.operation import Operation, generation, refuse_to_block
@@ -47,7 +46,7 @@ class StreamReader(Generic[T]):
         self._on_raise = on_raise
         self.wanted = False
         """Whether anybody has begun to read."""
-        self._lock = threading.Lock()
+        self._lock = threads.Lock()
         self._waiting: list[Callable[[], object]] = []
         self._room: asyncio.Future[None] | None = None
         self._generation = generation()
@@ -62,7 +61,7 @@ class StreamReader(Generic[T]):
     def _next(self) -> T:
         while (piece := self._take()) is _NOTHING_YET:
             refuse_to_block()
-            arrived = threading.Event()
+            arrived = threads.Event()
             self._wake_with(arrived.set)
             arrived.wait()
         if piece is _END:
@@ -241,7 +240,7 @@ class _Held(Generic[T]):
     """What was taken from a stream for its lines and not given out yet. The stream has it: a loop over lines may be left."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threads.Lock()
         self._ready: deque[T] = deque()
         self._rest: list[T] = []  # pieces of a line whose end has not come: joined once
 

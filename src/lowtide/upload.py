@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import stat as stat_modes
-import threading
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator
 
-from lowtide import archive, source
+from lowtide import archive, source, threads
 from lowtide.errors import SandboxFileError, ValidationError
 from lowtide.in_thread import in_thread
 from lowtide.providers import derived
@@ -84,7 +83,7 @@ class Packing:
         self._directory = directory
         self._stopped = False
         self._blocks: deque[bytes] = deque()
-        self._room = threading.Semaphore(_AHEAD)
+        self._room = threads.Semaphore(_AHEAD)
         self._packing: asyncio.Future[archive.Tree] | None = None
 
     async def chunks(self) -> AsyncIterator[bytes]:

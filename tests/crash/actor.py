@@ -6,6 +6,12 @@ is struck. Scenarios are functions of this module, or files with a program in it
 
 from __future__ import annotations
 
+# A process whose standard library gevent has replaced is one from the first line on, as gevent's documentation asks.
+if "ACTOR_GEVENT" in __import__("os").environ:
+    with __import__("contextlib").suppress(ImportError):
+        import trio  # noqa: F401 - starts a process when it is loaded, which gevent allows on the main thread only
+    __import__("gevent.monkey").monkey.patch_all()
+
 import asyncio
 import faulthandler
 import os

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from lowtide.ui import fleet as listing
 from lowtide.lifecycle.lease import Lease, LeaseState, new_lease_id
 from lowtide.lifecycle.owner import Owner
 from lowtide.lifecycle.sqlite_ledger import SqliteLedger
+from lowtide.ui import fleet as listing
 
 FEW, MANY = 1_000, 100_000
 Question = Callable[[SqliteLedger], Coroutine[Any, Any, Any]]

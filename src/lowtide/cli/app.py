@@ -106,12 +106,10 @@ def run() -> NoReturn:
     except BrokenPipeError:
         code = _reader_left()
     except BaseException as error:
+        from lowtide.cli.failures import explain, print_traceback
+
         if debug and isinstance(error, Exception) and not isinstance(error, click.ClickException):
-            import traceback
-
-            traceback.print_exc()
-        from lowtide.cli.failures import explain
-
+            print_traceback(error)
         line, code = explain(error)
         if line:
             print(f"lowtide: {line}", file=sys.stderr)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from lowtide import logger
 from lowtide.errors import (
     LedgerError,
     LowtideError,
@@ -28,7 +28,7 @@ from lowtide.providers.base import Provider, SandboxInfo, SandboxSpec
 if TYPE_CHECKING:
     from lowtide.lifecycle.leases import Lifecycle
 
-log = logging.getLogger("lowtide.lifecycle")
+log = logger.get("lowtide.lifecycle")
 
 _END_SECONDS = 60.0
 """How long the end of what a failed create made may take, after its create window."""

@@ -9,12 +9,12 @@ leaves it where it is.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TypeVar
 
+from lowtide import logger
 from lowtide.errors import (
     LedgerError,
     LowtideError,
@@ -41,7 +41,7 @@ from lowtide.lifecycle.recover import (
 from lowtide.providers.base import Provider, SandboxSpec
 from lowtide.providers.optional import Snapshots, Stops
 
-log = logging.getLogger("lowtide.lifecycle")
+log = logger.get("lowtide.lifecycle")
 
 T = TypeVar("T")
 

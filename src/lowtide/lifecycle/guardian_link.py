@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import signal
 import socket
@@ -26,12 +25,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lowtide import isolated, machine
+from lowtide import isolated, logger, machine, orphans, threads
 from lowtide.errors import MissingDependencyError
 from lowtide.lifecycle.owner import Owner
 from lowtide.providers.base import Provider
 
-log = logging.getLogger("lowtide.guardian")
+log = logger.get("lowtide.guardian")
 
 PROTOCOL = 2
 """Of the messages on the socket. Part of the socket's and the lock's name, so that owners and guardians of different
@@ -341,7 +340,7 @@ class GuardianLink:
 
 def connect(path: Path) -> socket.socket | None:
     """A connection to the guardian of that state directory, or None when there is none. Never waits."""
-    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    link = threads.Socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         # One that is stopped and has its hands full would let a connect wait for as long as it stands still.
         link.setblocking(False)
@@ -415,7 +414,7 @@ def spawn(command: list[str], environ: Mapping[str, str], errors: str | Path) ->
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     log_file = os.open(errors, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        return os.posix_spawn(
+        launcher = threads.posix_spawn(
             command[0],
             command,
             environ,
@@ -428,6 +427,8 @@ def spawn(command: list[str], environ: Mapping[str, str], errors: str | Path) ->
             setsigmask=(),
             setsigdef=[n for n in signal.valid_signals() if n not in (signal.SIGKILL, signal.SIGSTOP)],
         )
+        orphans.expect_from(launcher)
+        return launcher
     finally:
         os.close(log_file)
         os.close(null)

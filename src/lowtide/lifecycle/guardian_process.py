@@ -14,7 +14,7 @@ import time
 from io import TextIOWrapper
 from pathlib import Path
 
-from lowtide import machine
+from lowtide import machine, orphans
 from lowtide.errors import LowtideError
 from lowtide.lifecycle.crash_points import point
 from lowtide.lifecycle.guardian import Guardian
@@ -32,6 +32,7 @@ def main(path: str) -> None:
     """Run as the guardian of that state directory, unless there is one already."""
     point("guardian:started")
     os.chdir("/")
+    orphans.adopt()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     os.environ["LOWTIDE_HOME"] = path

@@ -58,7 +58,7 @@ _Key = tuple[str, str]
 
 ANSWER_SECONDS = 180.0
 """More than any job may take: a worker that has not answered by then never will."""
-LEAVE_SECONDS = 5.0
+LEAVE_SECONDS = 3.0
 """For the workers to end when the guardian leaves."""
 UP_SECONDS = 20.0
 """For a worker to come to the socket, which it does before it loads anything."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import logging
 import os
 import shutil
 import sys
@@ -12,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 
+from lowtide import logger
 from lowtide.lifecycle.lease import Keep, Lease
 
-log = logging.getLogger("lowtide.keep")
+log = logger.get("lowtide.keep")
 
 DAY = 86_400.0
 

@@ -8,15 +8,13 @@ the row is written before the provider is asked, and is settled only after the p
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
 import time
 from collections.abc import Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lowtide import engine
+from lowtide import engine, logger, settings, threads
 from lowtide.errors import (
     LedgerError,
     SandboxGone,
@@ -45,13 +43,10 @@ from lowtide.lifecycle.sqlite_ledger import SqliteLedger
 from lowtide.machine import home
 from lowtide.providers.base import Provider, SandboxInfo, SandboxSpec
 
-log = logging.getLogger("lowtide.lifecycle")
+log = logger.get("lowtide.lifecycle")
 
-END_SECONDS, _GRACE_SECONDS = 60.0, 10.0
-"""How long one `stop()` with such a grace may take before it reports a failure; ``LOWTIDE_END_SECONDS`` overrides it."""
-EXIT_SECONDS = 30.0
-"""The one deadline for everything that ends at exit; `LOWTIDE_EXIT_SECONDS` overrides it."""
-
+_GRACE_SECONDS = 10.0
+"""The grace that the time one `stop()` may take (``LOWTIDE_END_SECONDS``) includes."""
 _OVERTIME_SECONDS = 1.0
 """For those that keep to the deadline to write down that they have failed."""
 
@@ -116,7 +111,9 @@ class Lifecycle:
             raise
 
     def prepare(self, provider: Provider) -> None:
-        """Before this process owns anything there: exit hook, signals and guardian."""
+        """Before this process owns anything there: settings, exit hook, signals and guardian."""
+        settings.check()
+        threads.check_supported(provider.name, provider.traits.own_threads)
         signals.install(self._end_everything, len(self.held) + 1)
         if self.guardian is not None:
             self.guardian.wanted(provider)
@@ -143,7 +140,7 @@ class Lifecycle:
         `keep_it` keeps it whatever that says.
         """
         if deadline_seconds is None:
-            deadline_seconds = float(os.environ.get("LOWTIDE_END_SECONDS", END_SECONDS))
+            deadline_seconds = settings.seconds(settings.END_SECONDS)
             deadline_seconds += max(0.0, grace_seconds - _GRACE_SECONDS)
         held = self.held.get(lease_id)
         if held is None:
@@ -324,7 +321,7 @@ class Lifecycle:
         """All leases this process holds, in parallel, under one deadline."""
         point("exit:begin")
         if seconds is None:
-            seconds = float(os.environ.get("LOWTIDE_EXIT_SECONDS", EXIT_SECONDS))
+            seconds = settings.seconds_at_exit()
         ends = {
             asyncio.ensure_future(
                 _unless_refused(

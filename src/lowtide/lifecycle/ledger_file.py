@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import logging
 import os
 import random
 import secrets
@@ -14,11 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lowtide import logger
 from lowtide.errors import LedgerError
 from lowtide.lifecycle import lease_rows
 from lowtide.lifecycle.lease import Lease
 
-log = logging.getLogger("lowtide.lifecycle")
+log = logger.get("lowtide.lifecycle")
 
 T = TypeVar("T")
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import replace
 from datetime import datetime
 
+from lowtide import settings
 from lowtide.errors import ValidationError
 from lowtide.lifecycle.clock import Instant
 from lowtide.lifecycle.lease import LEASE_SECONDS, Lease, LeaseState, renewal_seconds
@@ -20,7 +20,7 @@ def lease_seconds(provider: Provider) -> float | None:
     """How far ahead a renewed lifetime reaches; None where the provider cannot renew one."""
     if not {Capability.LIFETIME, Capability.RENEW} <= provider.capabilities:
         return None
-    seconds = float(os.environ.get("LOWTIDE_LEASE_SECONDS", LEASE_SECONDS))
+    seconds = settings.seconds(settings.LEASE_SECONDS)
     most = provider.traits.max_lifetime_seconds
     return min(seconds, most) if most else seconds
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+from lowtide import logger
 from lowtide.errors import AuthenticationError, LedgerError, LowtideError, RateLimitError
 from lowtide.lifecycle.clock import Instant
 from lowtide.lifecycle.crash_points import point
@@ -16,7 +16,7 @@ from lowtide.lifecycle.ledger import Ledger
 from lowtide.providers.base import Labels, Provider, SandboxSpec
 from lowtide.providers.optional import Replays
 
-log = logging.getLogger("lowtide.lifecycle")
+log = logger.get("lowtide.lifecycle")
 
 T = TypeVar("T")
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import TYPE_CHECKING
 
+from lowtide import logger
 from lowtide.lifecycle.held_lease import HeldLease
 from lowtide.lifecycle.lease import LEASE_SECONDS, Lease, LeaseState
 from lowtide.lifecycle.provider_lifetime import renew_lease
@@ -13,7 +13,7 @@ from lowtide.lifecycle.provider_lifetime import renew_lease
 if TYPE_CHECKING:
     from lowtide.lifecycle.leases import Lifecycle
 
-log = logging.getLogger("lowtide.lifecycle")
+log = logger.get("lowtide.lifecycle")
 
 SHARE = 1 / 2
 """The guardian renews when a third of the lifetime has passed, the owner at half if it did not."""

@@ -6,9 +6,14 @@
   Ctrl+C changes nothing. A second Ctrl+C while the hook waits leaves at once: the guardian takes over.
 * SIGTERM, SIGHUP: a handler, only where the default action (die) is in force, because then no exit
   hook would run. It ends everything and then dies of the same signal, so the exit status is the same.
+  As process 1 of a pid namespace, which the kernel lets no such signal kill, it exits with 128 + the signal.
   Where the program has a handler of its own, that one decides: if it exits, the exit hook runs.
   Installed later, on top of ours, it may call ours in turn.
 * ``LOWTIDE_SIGNALS=off`` leaves signals to the embedding program. The exit hook and the guardian stay.
+
+A handler or hook takes no lock that the code it interrupted may hold, and logs nothing itself. It waits for the
+engine until the exit deadline (``LOWTIDE_EXIT_SECONDS``, 30 s) and a second for the reports, and leaves earlier when the
+engine stands still. `OVERTIME_SECONDS` after the deadline the kernel ends the process, whatever it does then.
 """
 
 from __future__ import annotations
@@ -19,18 +24,26 @@ import logging
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
 from typing import Any, Protocol
 
+from lowtide import exit_timer, logger, settings, threads
 from lowtide.engine import engine, started
 from lowtide.lifecycle.crash_points import point
 from lowtide.lifecycle.lease import EndReport, Outcome
 
-log = logging.getLogger("lowtide.lifecycle")
+log = logger.get("lowtide.lifecycle")
 
 HANDLED = (signal.SIGTERM, signal.SIGHUP)
+OVERTIME_SECONDS = 5.0
+"""How long after the exit deadline the process may still be there."""
+REPORT_SECONDS = 2.0
+"""How long after the exit deadline the reports of what could not be ended are waited for."""
+SILENT_SECONDS = 5.0
+"""An engine that has not turned for this long is not waited for: it may want a lock that the interrupted code holds."""
+FLUSH_SECONDS = 1.0
+"""How long the log's handlers may take at the end."""
 
 
 class EndEverything(Protocol):
@@ -48,15 +61,12 @@ def install(end_everything: EndEverything, holding: int) -> None:
     global _end_everything, _hooked
     _end_everything = end_everything
     engine().have_workers(holding)
+    logger.divert_libraries()
+    exit_timer.load()
     if not _hooked:
         _hooked = True
         atexit.register(_at_exit)
-    if not _signals_installed and os.environ.get("LOWTIDE_SIGNALS", "").lower() not in (
-        "off",
-        "0",
-        "no",
-        "false",
-    ):
+    if not _signals_installed and settings.signals_on():
         _run_on_main_thread(_install_handlers)
 
 
@@ -80,47 +90,82 @@ def _install_handlers() -> None:
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
     global _leaving
-    if not _leaving:
+    if not _leaving and _end_everything is not None:
         _leaving = True
+        exit_timer.bound_signal(number, settings.seconds_at_exit() + OVERTIME_SECONDS)
         point("signal:begin")
-        _end_now(failed=False)
+        with contextlib.suppress(KeyboardInterrupt):  # a Ctrl+C on top: leave now
+            _end_now(failed=False, hurry=threads.Event())
     # Die of the signal, as without us. A second signal during the clean-up comes here directly.
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
+    exit_timer.die_of(number)
 
 
 def _at_exit() -> None:
-    # sys.last_value is set when an exception ended the main thread: then the owner has failed.
-    failed = getattr(sys, "last_value", None) is not None
-    _end_now(failed=failed)
+    if _end_everything is None:
+        return
+    with contextlib.suppress(KeyboardInterrupt):
+        hurry = threads.Event()
+        with (
+            _interrupts_set(hurry),
+            exit_timer.bound_exit(settings.seconds_at_exit() + OVERTIME_SECONDS),
+        ):
+            # sys.last_value is set when an exception ended the main thread: then the owner has failed.
+            _end_now(failed=getattr(sys, "last_value", None) is not None, hurry=hurry)
 
 
-def _end_now(*, failed: bool) -> None:
+@contextlib.contextmanager
+def _interrupts_set(hurry: threads.Event) -> Iterator[None]:
+    """A Ctrl+C meanwhile sets `hurry`, instead of raising in an exit hook, which Python would complain about.
+
+    The next one ends the process, without a word: it is leaving already.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or not threads.is_main():
+        yield
+        return
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != 1:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        hurry.set()
+
+    signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is interrupted:
+            signal.signal(signal.SIGINT, before)
+
+
+def _end_now(*, failed: bool, hurry: threads.Event) -> None:
     """End everything and wait, in the thread that is leaving. Never raises; never hangs."""
     if _end_everything is None or not started():
         return
-    loop = engine()
+    seconds = settings.seconds_at_exit()
     try:
-        # The engine may be unable to answer: the signal can land while this very thread holds a lock
-        # it needs. Then leave; the rows are on disk and the guardian ends them.
-        loop.run(_pong(), timeout=2.0)
-        reports = loop.run(_end_everything(failed=failed))
-    except KeyboardInterrupt:
-        log.warning("interrupted while ending sandboxes; the guardian ends the rest")
-        return
-    except BaseException as error:
-        log.warning("could not end all sandboxes: %s; the guardian ends the rest", error)
-        return
-    left = [report for report in reports if report.outcome is Outcome.FAILED]
-    if left:
-        ids = ", ".join(str(report.sandbox_id) for report in left)
-        log.error(
-            "%d sandboxes could not be ended and stay in the ledger: %s; run: lowtide sweep", len(left), ids
+        reports = engine().run_at_exit(
+            _end_everything(failed=failed),
+            seconds=seconds + REPORT_SECONDS,
+            silent_seconds=SILENT_SECONDS,
+            hurry=hurry,
         )
-
-
-async def _pong() -> None:
-    return None
+    except BaseException as error:
+        # The rows are on disk, and the guardian ends what they stand for as soon as this process is gone.
+        log.later(
+            logging.WARNING, "could not destroy all sandboxes: %s; the guardian destroys the rest", error
+        )
+    else:
+        left = [report for report in reports if report.outcome is Outcome.FAILED]
+        if left:
+            ids = ", ".join(str(report.sandbox_id) for report in left)
+            log.later(
+                logging.ERROR,
+                "%d sandboxes could not be destroyed and stay in the ledger: %s; run: lowtide sweep",
+                len(left),
+                ids,
+            )
+    if not logger.flush(FLUSH_SECONDS):
+        logger.let_go_of_handlers()
 
 
 _pending: list[Any] = []
@@ -132,7 +177,7 @@ def _run_on_main_thread(action: Callable[[], None]) -> None:
     Handlers can only be installed there. Until it happens the default action stays in force: the
     process dies of the signal at once and the guardian ends what it held.
     """
-    if threading.current_thread() is threading.main_thread():
+    if threads.is_main():
         action()
         return
     if _pending:

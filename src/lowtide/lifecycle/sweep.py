@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import logging
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from lowtide import logger
 from lowtide.errors import LedgerError
 from lowtide.lifecycle import ask_provider, keep
 from lowtide.lifecycle.ask_provider import Testimony
@@ -26,7 +26,7 @@ from lowtide.lifecycle.owner import RESTARTS, UNPROVEN, Standing
 from lowtide.lifecycle.recover import another_account, is_shown
 from lowtide.providers.base import LABEL_PREFIX, Labels, Provider, SandboxInfo
 
-log = logging.getLogger("lowtide.sweep")
+log = logger.get("lowtide.sweep")
 
 AT_ONCE = 32
 

@@ -92,6 +92,8 @@ class Traits:
     """The fields of `SandboxSpec.options` without which `find` does not see what a create made. Plain values."""
     gvisor_lacks: frozenset[Capability] = frozenset()
     """Of the capabilities: what goes not together with isolation="gvisor"."""
+    own_threads: bool = False
+    """True where the SDK runs threads of its own, which a process that gevent has patched does not have."""
     offline: bool = False
     """True where a sandbox has no network unless it asks for one."""
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from lowtide import threads
 from lowtide.errors import MissingDependencyError, ValidationError
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ _FOR_TESTS = {"faulty": Entry("lowtide.testing.faulty", "FaultyProvider", None, 
 
 _Key = tuple[str, tuple[tuple[str, Any], ...], tuple[tuple[str, str], ...]]
 _instances: dict[_Key, Provider] = {}
-_lock = threading.RLock()
+_lock = threads.RLock()
 
 
 def provider(name: str | None = None, **options: Any) -> Provider:
@@ -204,7 +204,7 @@ def _relevant_environment(name: str, entry: Entry) -> tuple[tuple[str, str], ...
 def _forget_after_fork() -> None:
     # The parent's connections and loops are not the child's.
     global _lock
-    _lock = threading.RLock()
+    _lock = threads.RLock()
     _instances.clear()
 
 

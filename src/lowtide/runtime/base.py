@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from lowtide import block_exit, validate
+from lowtide import block_exit, logger, validate
 from lowtide.actionserver.models import (
     DEFAULT_SESSION,
     Action,
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
     from lowtide.lifecycle.lease import EndReport, Keep
 
-log = logging.getLogger("lowtide.runtime")
+log = logger.get("lowtide.runtime")
 
 PORTS = (4444, 4445)
 _INSIDE_SECONDS = 5.0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from lowtide import logger
 from lowtide.runtime.base import PORTS, Runtime
 
-log = logging.getLogger("lowtide.runtime")
+log = logger.get("lowtide.runtime")
 
 _TIMEOUT_SECONDS = 3600
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import secrets
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from lowtide import logger
 from lowtide.actionserver.models import (
     Action,
     Download,
@@ -45,7 +45,7 @@ _AGAIN = (
     "[The action server had ended and was started again: shells, their variables and directories are new.]\n"
 )
 
-log = logging.getLogger("lowtide.runtime")
+log = logger.get("lowtide.runtime")
 
 
 class Served:

@@ -54,6 +54,7 @@ class CoreWeaveProvider(hosted.Hosted):
         Capability.RENEW,
     }
     traits: ClassVar[Traits] = Traits(
+        own_threads=True,
         recovery=Recovery.REPLAY,
         create_window_seconds=60.0,  # the request is given up after 45 s
         max_lifetime_seconds=float(create.LONGEST_SECONDS),

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from lowtide import errors
+from lowtide import errors, logger
 from lowtide.providers import hosted
 from lowtide.providers.daytona.errors import SERVICE
 from lowtide.providers.hosted import End
@@ -20,7 +19,7 @@ from lowtide.providers.hosted import End
 if TYPE_CHECKING:
     from daytona import AsyncDaytona
 
-log = logging.getLogger("lowtide.daytona")
+log = logger.get("lowtide.daytona")
 
 CALL_SECONDS = 20.0
 _STOPPED_LOOKS = 20

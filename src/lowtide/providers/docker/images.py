@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import os
 import re
 import secrets
 import stat
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lowtide import threads
 from lowtide.engine import children_take_signals
 from lowtide.errors import (
     AuthenticationError,
@@ -27,6 +28,7 @@ from lowtide.providers.docker.client import EngineClient
 from lowtide.providers.docker.errors import SERVICE, mapped
 
 SNAPSHOT_REPOSITORY = "lowtide-snapshot"
+_PROGRAM_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,13 +132,8 @@ async def _ask_program(program: str, registry: str) -> dict[str, str] | None:
     if not re.fullmatch(r"[A-Za-z0-9._-]+", program):
         return None
     try:
-        with children_take_signals():
-            process = await asyncio.create_subprocess_exec(
-                f"docker-credential-{program}", "get", stdin=-1, stdout=-1, stderr=-3, env=dict(os.environ)
-            )
-        answer, _ = await asyncio.wait_for(process.communicate(registry.encode()), 30)
-        login = json.loads(answer)
-    except (OSError, ValueError, TimeoutError):
+        login = json.loads(await asyncio.to_thread(_run_program, program, registry))
+    except (OSError, ValueError, subprocess.TimeoutExpired):
         return None
     if login.get("Username") == "<token>":
         return {"identitytoken": login["Secret"], "serveraddress": registry}
@@ -145,6 +142,18 @@ async def _ask_program(program: str, registry: str) -> dict[str, str] | None:
         if "Secret" in login
         else None
     )
+
+
+def _run_program(program: str, registry: str) -> bytes:
+    with children_take_signals():
+        done = threads.run_process(
+            [f"docker-credential-{program}", "get"],
+            input=registry.encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=_PROGRAM_SECONDS,
+        )
+    return bytes(done.stdout)
 
 
 async def commit(client: EngineClient, container_id: str, sandbox_id: str, name: str) -> str:

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import secrets
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowtide import errors
+from lowtide import errors, logger
 from lowtide.providers.e2b.errors import SERVICE
 from lowtide.providers.e2b.sdk import LazySandbox, SdkSandbox
 from lowtide.providers.e2b.transport import track
 from lowtide.providers.inside import program
 
-log = logging.getLogger("lowtide.e2b")
+log = logger.get("lowtide.e2b")
 
 _KEEPALIVE_SECONDS = 50
 _SILENT_SECONDS = 180.0

@@ -20,12 +20,11 @@ import contextlib
 import gc
 import os
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
-from lowtide import engine
+from lowtide import engine, threads
 
 if TYPE_CHECKING:
     from pyqwest import Request, Response
@@ -35,7 +34,7 @@ TABLES = ("_transports", "_pools", "_httpx_transports")
 _EXIT_SECONDS = 1.0
 _REST_SECONDS = 0.05
 
-_lock = threading.Lock()
+_lock = threads.Lock()
 _users: set[int] = set()
 _calls: set[asyncio.Future[Any]] = set()
 _forked = False
@@ -146,7 +145,7 @@ def _told() -> Iterator[None]:
 
 def _after_fork() -> None:
     global _lock, _forked
-    _lock = threading.Lock()
+    _lock = threads.Lock()
     _users.clear()
     _calls.clear()
     _forked = "e2b.api.client_async" in sys.modules

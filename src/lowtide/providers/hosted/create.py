@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from lowtide import errors
+from lowtide import errors, logger
 from lowtide.backoff import backoff
 from lowtide.providers.base import LABEL_PREFIX, Labels, SandboxInfo, SandboxSpec
 from lowtide.providers.hosted.access import is_id
@@ -70,7 +69,7 @@ async def recovered(
         if not lost(error):
             raise
         failure = error
-    log = logging.getLogger(f"lowtide.{service.provider}")
+    log = logger.get(f"lowtide.{service.provider}")
     log.info("lease %s: the answer to create cannot be used; looking for what it made", labels.lease_id)
     try:
         found = await find()

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from lowtide import errors
+from lowtide import errors, logger
 from lowtide.backoff import backoff
 from lowtide.providers.hosted.service import Service
 
@@ -135,7 +134,7 @@ class _Delete:
             late = time.monotonic() + wait - (self._accepted or 0.0) > self._confirm_seconds
             if self._accepted is None or not error.retryable or late:
                 raise
-            log = logging.getLogger(f"lowtide.{self._service.provider}")
+            log = logger.get(f"lowtide.{self._service.provider}")
             log.info("sandbox %s: its end was acknowledged, not confirmed yet: %s", self._sandbox_id, error)
             await asyncio.sleep(wait)
             return End.ENDING

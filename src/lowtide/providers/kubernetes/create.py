@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from contextlib import suppress
 
+from lowtide import logger
 from lowtide.errors import AuthenticationError, SandboxFailedError
 from lowtide.providers.base import SandboxSpec
 from lowtide.providers.inside import program
@@ -15,7 +15,7 @@ from lowtide.providers.kubernetes.client import Api
 from lowtide.providers.kubernetes.errors import SERVICE, ApiError, may_not
 from lowtide.providers.kubernetes.pod import Json
 
-log = logging.getLogger("lowtide.kubernetes")
+log = logger.get("lowtide.kubernetes")
 
 _REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 _PODS, _SECRETS, _POLICIES = "pods", "secrets", "networking.k8s.io/networkpolicies"

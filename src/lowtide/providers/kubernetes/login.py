@@ -17,6 +17,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
+from lowtide import threads
 from lowtide.engine import children_take_signals
 from lowtide.providers.kubernetes.access import Access, beside, content, refused
 
@@ -178,7 +179,7 @@ def _ask_plugin(access: Access) -> Mapping[str, Any]:
     argv = [command, *map(str, plugin.get("args") or ())]
     try:
         with children_take_signals():
-            done = subprocess.run(
+            done = threads.run_process(
                 argv, env=environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PLUGIN_SECONDS
             )
     except subprocess.TimeoutExpired:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Mapping
 
-from lowtide import errors
+from lowtide import errors, logger
 from lowtide.providers.base import SandboxInfo, SandboxState
 from lowtide.providers.kubernetes import ended, status
 from lowtide.providers.kubernetes import pod as objects
@@ -14,7 +13,7 @@ from lowtide.providers.kubernetes.client import Api
 from lowtide.providers.kubernetes.errors import SERVICE, ApiError, mapped, where_allowed
 from lowtide.providers.kubernetes.pod import Json
 
-log = logging.getLogger("lowtide.kubernetes")
+log = logger.get("lowtide.kubernetes")
 
 _LEASE = "lowtide-lease"
 _QUIET_SECONDS = 1.5

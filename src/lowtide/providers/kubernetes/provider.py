@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, ClassVar
 
-from lowtide import errors
+from lowtide import errors, logger
 from lowtide.providers import hosted
 from lowtide.providers.base import (
     Capability,
@@ -32,7 +31,7 @@ from lowtide.providers.kubernetes.options import KubernetesOptions
 if TYPE_CHECKING:
     from lowtide.providers.inside import Channel
 
-log = logging.getLogger("lowtide.kubernetes")
+log = logger.get("lowtide.kubernetes")
 
 DEFAULT_IMAGE = "python:3.12-slim"
 _RIGHTS_SECONDS = 300.0

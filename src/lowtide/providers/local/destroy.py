@@ -11,11 +11,11 @@ import contextlib
 import os
 import select
 import signal
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from lowtide import threads
 from lowtide.errors import SandboxUnavailableError
 from lowtide.providers.local import bound_groups, cgroups, freezer
 from lowtide.providers.local.sandbox_directory import ProcessMark, SandboxDirectory, start_time
@@ -135,30 +135,31 @@ class _Remover:
 
     def forget(self) -> None:
         """In a forked child: the threads stayed with the parent."""
-        self._lock = threading.Lock()
+        self._lock = threads.Lock()
         self._waiting: list[Path] = []
-        self._threads: list[threading.Thread] = []
-        self._hurry = threading.Event()
+        self._threads: list[threads.Event] = []  # each is set when its thread has ended
+        self._hurry = threads.Event()
 
     def remove(self, path: Path) -> None:
         with self._lock:
             self._waiting.append(path)
             if len(self._threads) < min(self._most, 1 + len(self._waiting) // 16):
-                thread = threading.Thread(target=self._work, name="lowtide-remove", daemon=True)
+                ended = threads.Event()
                 with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
-                    thread.start()
-                    self._threads.append(thread)
+                    threads.start(lambda: self._work(ended))
+                    self._threads.append(ended)
 
-    def _work(self) -> None:
+    def _work(self, ended: threads.Event) -> None:
         self._hurry.wait(self._moment_seconds)
-        while self._remove_one():
+        while self._remove_one(ended):
             pass
+        ended.set()
 
-    def _remove_one(self) -> bool:
+    def _remove_one(self, ended: threads.Event | None = None) -> bool:
         with self._lock:
             if not self._waiting:
-                with contextlib.suppress(ValueError):  # whoever waits is none of them
-                    self._threads.remove(threading.current_thread())
+                if ended is not None:
+                    self._threads.remove(ended)
                 return False
             path = self._waiting.pop()
         with contextlib.suppress(OSError):  # stays in the trash and is tried again by the next process
@@ -168,11 +169,11 @@ class _Remover:
     def wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         self._hurry.set()
-        for thread in list(self._threads):
-            thread.join(max(0.0, deadline - time.monotonic()))
+        for ended in list(self._threads):
+            ended.wait(max(0.0, deadline - time.monotonic()))
         while time.monotonic() < deadline and self._remove_one():
             pass
-        self._hurry.clear()
+        self._hurry = threads.Event()
 
 
 _remover = _Remover()
@@ -200,7 +201,7 @@ def _kill_and_wait(marks: Sequence[ProcessMark | None], sandbox_id: str) -> None
     try:
         deadline = time.monotonic() + _PATIENCE_SECONDS
         for fd in fds:
-            poll = select.poll()
+            poll = threads.poll()
             poll.register(fd, select.POLLIN)
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 raise _not_ended(sandbox_id)

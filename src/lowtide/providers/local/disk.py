@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lowtide import threads
 from lowtide.engine import children_take_signals
 from lowtide.errors import SandboxFailedError, UnsupportedError
 
@@ -48,7 +48,7 @@ def make(place: Path, size: int) -> None:
     options = "lazy_itable_init=1,lazy_journal_init=1,nodiscard,root_owner=0:0"
     command = [mkfs, "-q", "-F", "-m", "0", "-O", "^has_journal", "-E", options, str(image)]
     with children_take_signals():
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = threads.run_process(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SandboxFailedError(f"mkfs.ext4: {done.stderr.strip()}", provider="local", reason="disk")
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
-import threading
 from collections.abc import AsyncIterator
 
+from lowtide import threads
 from lowtide.errors import SandboxNotFoundError
 from lowtide.providers.last_lines import last_lines
 from lowtide.providers.local.sandbox_directory import SandboxDirectory
@@ -54,7 +54,7 @@ class _Log:
     def __init__(self, directory: SandboxDirectory) -> None:
         self._directory = directory
         self._path = f"{directory.path}/log"
-        self._lock = threading.Lock()
+        self._lock = threads.Lock()
         self._fd = -1
         self._closed = False
         self._at = 0

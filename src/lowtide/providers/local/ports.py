@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 
+from lowtide import threads
 from lowtide.providers.local.files import Caller, answer
 
 _CHUNK = 1 << 16
@@ -57,7 +58,7 @@ class Forwarder:
         loop = asyncio.get_running_loop()
         connected: socket.socket | None = None
         for fd in fds:
-            sock = socket.socket(fileno=fd)
+            sock = threads.Socket(fileno=fd)
             sock.setblocking(False)
             address = "127.0.0.1" if sock.family == socket.AF_INET else "::1"
             if connected is None:

@@ -11,11 +11,10 @@ import asyncio
 import atexit
 import contextlib
 import os
-import socket
 import weakref
 from dataclasses import replace
 
-from lowtide import engine
+from lowtide import engine, threads
 from lowtide.errors import LowtideError
 from lowtide.providers.base import Labels
 from lowtide.providers.local import destroy, rooms_on_disk
@@ -87,7 +86,7 @@ class Rooms:
         directory = SandboxDirectory(rooms_on_disk.own(self._prerequisites.home) / os.urandom(8).hex())
         spec = replace(like.spec, labels=Labels(lease_id=directory.sandbox_id, ledger_id="", owner=""))
         launch = Launch(self._prerequisites, like.client, directory, spec, like.base_layers)
-        near, far = socket.socketpair()
+        near, far = threads.socketpair()
         try:
             if not directory.path.parent.exists():
                 await asyncio.to_thread(rooms_on_disk.sweep, self._prerequisites.home)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowtide import engine, isolated
+from lowtide import engine, isolated, threads
 from lowtide.errors import ResourceExhaustedError, SandboxFailedError, SandboxUnavailableError
 from lowtide.providers.local.wait_readable import readable
 
@@ -86,6 +86,9 @@ class SpawnerClient:
         self._spare_command_starter: CommandStarter | None = None
         self.staged: dict[str, str] = {}
         self.idmapped = False
+        self._own = (
+            ""  # where each sandbox sees its layers with a range of ids of its own; "": they all share one
+        )
         _clients.add(self)
 
     @property
@@ -103,7 +106,7 @@ class SpawnerClient:
                 await self._launch()
 
     async def _launch(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = threads.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 ours.setsockopt(socket.SOL_SOCKET, option, 1 << 20)
@@ -127,13 +130,29 @@ class SpawnerClient:
                     reason="setup",
                 )
             await joining
-            self.staged, self.idmapped = message["staged"], message["idmapped"]
+            self.staged, self.idmapped, self._own = message["staged"], message["idmapped"], message["own"]
             self._configured = True
         except BaseException:
             self.close()
             ours.close()
             theirs.close()
             raise
+
+    @property
+    def own_ranges(self) -> bool:
+        """Whether every sandbox has a range of ids of its own."""
+        return bool(self._own)
+
+    def translate_layer(self, path: str) -> str:
+        """The same place as the sandbox's range of ids sees it: for what is mounted in the sandbox."""
+        home = self._configuration["home"]
+        if self._own and path.startswith(f"{home}/"):
+            return f"{self._own}/own{path.removeprefix(home)}"
+        return self.translate(path)
+
+    def translate_disk(self, path: str) -> str:
+        """The same for the disk of a fixed size that is mounted at `path`."""
+        return f"{self._own}/disk" if self._own else self.translate(path)
 
     def translate(self, path: str) -> str:
         """The same place as the spawner's children see it."""
@@ -153,7 +172,7 @@ class SpawnerClient:
         return await self._ask(message, fds)
 
     async def _ask(self, message: Message, fds: Sequence[int]) -> Reply:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = threads.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         try:
             await self._send(message, [theirs.fileno(), *fds])
@@ -194,7 +213,7 @@ class SpawnerClient:
             return
         self._stop_asking()
         if said is not None and said[1]:
-            self._spare = socket.socket(fileno=said[1][0])
+            self._spare = threads.Socket(fileno=said[1][0])
             self._spare.setblocking(False)
 
     def _stop_asking(self) -> None:
@@ -290,7 +309,7 @@ class CommandStarter:
 
     def request(self, message: Message, fds: Sequence[int]) -> Reply | None:
         """None: it is gone, or too busy to be asked."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = threads.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with theirs:
             if self._send(message, [theirs.fileno(), *fds]):
@@ -390,7 +409,7 @@ def _run_spawner(control: int) -> int:
     null = os.open(os.devnull, os.O_RDWR)
     errors = 2 if os.environ.get("LOWTIDE_DEBUG") else null
     try:
-        return os.posix_spawn(
+        return threads.posix_spawn(
             python,
             [python, "-I", "-S", script, "3"],
             {},
@@ -409,11 +428,10 @@ def _run_spawner(control: int) -> int:
 
 def _reap(pid: int) -> None:
     """It ends within a moment of its control socket; nobody waits for it longer than that."""
-    import threading
 
     def wait() -> None:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
 
     with contextlib.suppress(RuntimeError):  # the interpreter is shutting down: then init reaps it
-        threading.Thread(target=wait, name="lowtide-reap", daemon=True).start()
+        threads.start(wait)

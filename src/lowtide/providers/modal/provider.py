@@ -59,7 +59,10 @@ class ModalProvider(hosted.Hosted):
         Capability.RENEW,
     }
     traits: ClassVar[Traits] = Traits(
-        recovery=Recovery.BY_NAME, create_window_seconds=60.0, max_lifetime_seconds=float(LONGEST_SECONDS)
+        own_threads=True,
+        recovery=Recovery.BY_NAME,
+        create_window_seconds=60.0,
+        max_lifetime_seconds=float(LONGEST_SECONDS),
     )
     options_type: ClassVar[type | None] = ModalOptions
     access_type = Access

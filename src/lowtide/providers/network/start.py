@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lowtide import orphans, threads
 from lowtide.errors import LowtideError, SandboxFailedError, UnsupportedError
 from lowtide.providers.base import Network, NetworkMode
 
@@ -42,12 +42,13 @@ async def start(
     answered = await asyncio.to_thread(_run, json.dumps(asked), sandbox_id)
     if "why" in answered:
         raise _failure(provider, sandbox_id, network, answered)
+    orphans.expect(answered["pid"], answered["start_time"])
     return Served(answered["pid"], answered["start_time"])
 
 
 def _run(asked: str, sandbox_id: str) -> dict[str, Any]:
     python = getattr(sys, "_base_executable", None) or sys.executable
-    done = subprocess.run(
+    done = threads.run_process(
         [
             python,
             "-I",

@@ -1,0 +1,207 @@
+"""What lowtide logs, without ever waiting for the program's log handlers or failing because of them.
+
+A log handler takes a lock, and may block or raise. The engine's threads must not: a signal handler may have interrupted
+the main thread inside a handler, with its lock held, and would wait for the engine while the engine waited for the lock.
+So what the engine's threads log goes through a bounded queue to a thread that does nothing else. Everything else is
+logged where it is said, and what a handler raises is dropped: a full disk must not fail a `stop()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lowtide import threads
+
+QUEUED_LINES = 10_000
+"""What may wait for a handler that blocks. Later lines are dropped and counted."""
+# fmt: off
+LIBRARIES = frozenset({
+    "aiodocker", "aiohttp", "anyio", "asyncio", "cwsandbox", "daytona", "e2b", "grpc", "grpclib", "h2", "hpack",
+    "httpcore", "httpcore2", "httpx", "httpx2", "kubernetes", "modal", "modal-client", "runloop_api_client",
+    "urllib3", "websockets",
+})
+# fmt: on
+"""Whose loggers are used on the engine's threads, by the first word of their names."""
+
+_queue: threads.SimpleQueue[Callable[[], object]] = threads.SimpleQueue()
+_numbers = itertools.count(1)
+_queued = _emitted = _dropped = 0
+_drainer: int | None = None
+"""The thread that logs. While there is none, nobody has an engine whose lines would have to wait."""
+_late = False
+"""Whether a handler has kept somebody waiting, and has not gone on since."""
+
+
+def get(name: str) -> Log:
+    """The logger of that name, as lowtide uses it."""
+    return Log(name)
+
+
+class Log:
+    """Writes to the standard library's logger of the same name. Never raises; never blocks the engine."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def debug(self, message: str, *arguments: Any, exc_info: BaseException | None = None) -> None:
+        error = None if exc_info is None else (type(exc_info), exc_info, exc_info.__traceback__)
+        self._say(logging.DEBUG, message, arguments, error)
+
+    def info(self, message: str, *arguments: Any) -> None:
+        self._say(logging.INFO, message, arguments)
+
+    def warning(self, message: str, *arguments: Any) -> None:
+        self._say(logging.WARNING, message, arguments)
+
+    def error(self, message: str, *arguments: Any) -> None:
+        self._say(logging.ERROR, message, arguments)
+
+    def exception(self, message: str, *arguments: Any) -> None:
+        self._say(logging.ERROR, message, arguments, sys.exc_info())
+
+    def later(self, level: int, message: str, *arguments: Any) -> None:
+        """Say it in the thread for that, also from another thread: for signal handlers and finalizers."""
+        self._say(level, message, arguments, queued=True)
+
+    def _say(
+        self, level: int, message: str, arguments: tuple[Any, ...], error: Any = None, queued: bool = False
+    ) -> None:
+        frame = sys._getframe(2)
+        place = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        said = time.time()
+
+        def emit(thread: str | None = None) -> None:
+            logger = logging.getLogger(self.name)
+            if not logger.isEnabledFor(level):
+                return
+            record = logger.makeRecord(
+                self.name, level, place[0], place[1], message, arguments, error, place[2]
+            )
+            if thread is not None:
+                record.relativeCreated -= (record.created - said) * 1000
+                record.created, record.msecs, record.threadName = said, said % 1 * 1000, thread
+            logger.handle(record)
+
+        if (queued or threads.is_own()) and _drainer is not None:
+            enqueue(lambda: emit("lowtide"))
+            return
+        try:
+            emit()
+        except Exception:  # the program's handler, not ours
+            return
+
+
+def enqueue(emit: Callable[[], object]) -> None:
+    """Call `emit` in the thread that logs, after what was said before."""
+    global _queued, _dropped
+    if _queue.qsize() >= QUEUED_LINES:
+        _dropped += 1
+        return
+    _queued = next(_numbers)
+    _queue.put(emit)
+
+
+def start() -> None:
+    """Have the thread that logs, before anything is created: an exit hook could not start it any more."""
+    global _drainer
+    if _drainer is None:
+        _drainer = 0
+        threads.start(_drain, "lowtide-log")
+        divert_libraries()
+
+
+def flush(seconds: float) -> bool:
+    """Wait until what was said up to now has reached its handlers. False where that takes longer than `seconds`.
+
+    A handler that has kept one caller waiting keeps no other: until it goes on, this returns at once.
+    """
+    global _late
+    if _queued <= _emitted or _drainer is None or threads.is_own():
+        return True
+    if _late:
+        return False
+    reached = threads.Event()
+    _queue.put(reached.set)
+    if reached.block(seconds):
+        return True
+    _late = True
+    return False
+
+
+def let_go_of_handlers() -> None:
+    """At exit, where a handler does not go on: nothing waits for its lock any more.
+
+    `logging.shutdown()`, an exit hook like ours, would wait for ever for the lock that the thread that logs holds.
+    """
+    for reference in list(getattr(logging, "_handlerList", ())):
+        handler = reference()
+        lock = getattr(handler, "lock", None)
+        if lock is None or lock.acquire(blocking=False):
+            if lock is not None:
+                lock.release()
+            continue
+        handler.lock = threads.RLock()
+
+
+def _drain() -> None:
+    global _drainer, _emitted, _dropped, _late
+    _drainer = threads.get_ident()
+    while True:
+        emit = _queue.get()
+        with contextlib.suppress(BaseException):  # a handler that raises loses its line, and no other
+            emit()
+        if not isinstance(getattr(emit, "__self__", None), threads.Event):
+            _emitted += 1
+        _late = False
+        if _dropped:
+            dropped, _dropped = _dropped, 0
+            with contextlib.suppress(BaseException):
+                logging.getLogger("lowtide").warning(
+                    "%d lines of lowtide's log were dropped: a log handler blocks", dropped
+                )
+
+
+class _Divert(logging.Filter):
+    """On a library's logger: what it says on one of our threads is said in the thread that logs."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not threads.is_own() or threads.get_ident() == _drainer:
+            return True
+        enqueue(lambda: logging.getLogger(record.name).handle(record))
+        return False
+
+
+_divert = _Divert()
+_known = 0
+
+
+def divert_libraries() -> None:
+    """Queue what the libraries log that run on the engine's threads, as far as they have made their loggers by now."""
+    global _known
+    loggers = logging.root.manager.loggerDict
+    if len(loggers) == _known:
+        return
+    _known = len(loggers)
+    for name, logger in list(loggers.items()):
+        if name.partition(".")[0] in LIBRARIES and isinstance(logger, logging.Logger):
+            logger.addFilter(_divert)
+
+
+def _forget() -> None:
+    """In a forked child: the thread that logs is the parent's."""
+    global _queue, _numbers, _queued, _emitted, _dropped, _drainer, _late
+    _queue, _numbers = threads.SimpleQueue(), itertools.count(1)
+    _queued = _emitted = _dropped = 0
+    _drainer, _late = None, False
+
+
+os.register_at_fork(after_in_child=_forget)
