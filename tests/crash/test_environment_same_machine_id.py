@@ -86,15 +86,17 @@ def test_a_kept_sandbox_of_the_other_machine_is_left_to_that_machine(world: Worl
     until(lambda: len(guardians(world)) == 1)
     (guardian,) = guardians(world)
     os.kill(guardian, signal.SIGSTOP)  # it comes late
-    here = world.start("hold", 1)
-    here.until("READY")
-    time.sleep(2.0)
-    sweep(world, {})
-    deadline = time.monotonic() + 6.0  # longer than a guardian's look at the ledger
-    while time.monotonic() < deadline:
-        assert there.made() <= world.existing(), f"wrongly ended: {world.log()[-2000:]}"
-        time.sleep(0.1)
-    os.kill(guardian, signal.SIGCONT)
+    try:
+        here = world.start("hold", 1)
+        here.until("READY")
+        time.sleep(2.0)
+        sweep(world, {})
+        deadline = time.monotonic() + 6.0  # longer than a guardian's look at the ledger
+        while time.monotonic() < deadline:
+            assert there.made() <= world.existing(), f"wrongly ended: {world.log()[-2000:]}"
+            time.sleep(0.1)
+    finally:
+        os.kill(guardian, signal.SIGCONT)
     until(lambda: not there.made() & world.existing())
     there.kill()
     here.kill()
