@@ -23,12 +23,12 @@ QUEUED_LINES = 10_000
 """What may wait for a handler that blocks. Later lines are dropped and counted."""
 # fmt: off
 SDKS = frozenset({
-    "aiodocker", "cwsandbox", "daytona", "e2b", "grpc", "grpclib", "h2", "hpack", "kubernetes", "modal", "modal-client",
-    "runloop_api_client", "synchronicity",
+    "aiodocker", "asyncio", "cwsandbox", "daytona", "e2b", "grpc", "grpclib", "h2", "hpack", "kubernetes", "modal",
+    "modal-client", "pyqwest", "runloop_api_client", "synchronicity",
 })
 """Whose loggers are used on the engine's threads, or on threads of their own, by the first word of their names."""
 LIBRARIES = SDKS | {
-    "aiohttp", "anyio", "asyncio", "httpcore", "httpcore2", "httpx", "httpx2", "urllib3", "websockets",
+    "aiohttp", "anyio", "httpcore", "httpcore2", "httpx", "httpx2", "urllib3", "websockets",
 }
 """The same, and those that a program uses on its own threads as well."""
 # fmt: on
