@@ -107,8 +107,8 @@ class _Bound:
 
 def _too_large(most: int, *, path: str, provider: str, sandbox_id: str) -> SandboxFileError:
     return SandboxFileError(
-        f"{path} is larger than max_bytes={most}; nothing was replaced. Pass a larger max_bytes to download(), or None for "
-        "no bound",
+        f"{path} is larger than max_bytes={most}; nothing was replaced. Pass a larger max_bytes to download() (None: no "
+        "bound), or --max-bytes to lowtide cp",
         path=path,
         provider=provider,
         sandbox_id=sandbox_id,

@@ -83,6 +83,28 @@ def _root() -> str:
     return str(Path(__file__).resolve().parents[1])
 
 
+def installation() -> str:
+    """The directory (or archive) that this lowtide is loaded from."""
+    return _root()
+
+
+def _installed() -> tuple[int, int] | None:
+    """Which file one module of this lowtide is; in an archive, the archive."""
+    for path in (os.path.join(_root(), "lowtide", "_version.py"), _root()):
+        with contextlib.suppress(OSError):
+            found = os.stat(path)
+            return found.st_dev, found.st_ino
+    return None
+
+
+_LOADED = _installed()
+
+
+def intact() -> bool:
+    """Whether the lowtide that runs here is still installed: not removed, nor replaced by another version."""
+    return _installed() == _LOADED
+
+
 def _path() -> list[str]:
     """What a helper may need of the program's own path: its dependencies, wherever they were installed.
 

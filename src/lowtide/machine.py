@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
+import logging
 import os
+import re
 import shlex
 import socket
-from collections.abc import Mapping
+import struct
+import time
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from lowtide.errors import LedgerError
+
+log = logging.getLogger("lowtide")
 
 
 def home(environ: Mapping[str, str] | None = None) -> Path:
@@ -21,13 +28,7 @@ def home(environ: Mapping[str, str] | None = None) -> Path:
 
     Raises LedgerError for one that another user owns or can write: credentials pass through it.
     """
-    environ = os.environ if environ is None else environ
-    chosen = environ.get("LOWTIDE_HOME")
-    if chosen:
-        path = Path(chosen).absolute()
-    else:
-        state = environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
-        path = Path(state) / "lowtide"
+    path = state_directory(environ)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -37,6 +38,43 @@ def home(environ: Mapping[str, str] | None = None) -> Path:
         ) from error
     _check_ownership(path)
     return path
+
+
+def state_directory(environ: Mapping[str, str] | None = None) -> Path:
+    """The path of the state directory, always absolute. Creates nothing.
+
+    A leading ``~`` is expanded in both variables: it comes from files (`.env`, unit files) that no shell reads.
+    A relative ``LOWTIDE_HOME`` counts from the working directory that the process had when it was first used: a
+    program that changes its directory has one home all the same. A relative ``XDG_STATE_HOME`` is ignored, as the XDG
+    specification asks, with a warning.
+    """
+    environ = os.environ if environ is None else environ
+    if chosen := environ.get("LOWTIDE_HOME"):
+        return _absolute(os.path.expanduser(chosen))
+    state = os.path.expanduser(environ.get("XDG_STATE_HOME") or "")
+    if state and not os.path.isabs(state):
+        _ignored_state_home(state)
+        state = ""
+    return Path(os.path.abspath(state or os.path.expanduser("~/.local/state"))) / "lowtide"
+
+
+def _absolute(path: str) -> Path:
+    return Path(os.path.abspath(path)) if os.path.isabs(path) else _resolved_once(path)
+
+
+@cache
+def _resolved_once(path: str) -> Path:
+    return Path(os.path.abspath(path))
+
+
+@cache
+def _ignored_state_home(state: str) -> None:
+    """Warn, once per process and value."""
+    log.warning(
+        "XDG_STATE_HOME=%s is not an absolute path and is ignored (XDG base directory specification): lowtide uses "
+        "~/.local/state. Set an absolute path, or LOWTIDE_HOME",
+        state,
+    )
 
 
 def _check_ownership(path: Path) -> None:
@@ -115,6 +153,115 @@ def boot_id() -> str:
         return UNKNOWN_BOOT
 
 
+# Another boot is over, or goes on elsewhere: images with a baked-in machine-id make two machines look like one that was
+# restarted. So every process that owns something holds a shared lock on a file of its boot in the state directory; the
+# kernel, or the file server, frees it when the last of them is gone.
+
+_BOOT_LOCK_SECONDS = 1.0
+_held_boot: dict[Path, int] = {}
+
+
+def boot_lock_name(boot: str) -> str:
+    return f"boot-{hashlib.sha256(f'{machine_id()} {boot}'.encode()).hexdigest()[:12]}.lock"
+
+
+def hold_boot(directory: Path) -> None:
+    """Hold, for as long as this process lives, the lock that tells other machines that this boot goes on.
+
+    Does nothing where it is held already, nor where the filesystem has no locks: then there is no evidence for anybody.
+    """
+    path = directory / boot_lock_name(boot_id())
+    if path in _held_boot and _is_file(_held_boot[path], path):
+        return
+    _held_boot.pop(
+        path, None
+    )  # not closed: whoever closed it, or removed the file, may have given its number away
+    deadline = time.monotonic() + _BOOT_LOCK_SECONDS
+    with contextlib.suppress(OSError):
+        while time.monotonic() < deadline:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:  # looked at by another machine, for a moment
+                os.close(fd)
+                time.sleep(0.01)
+                continue
+            except OSError:
+                os.close(fd)
+                raise
+            if _is_file(fd, path):
+                _held_boot[path] = fd
+                return
+            os.close(fd)  # removed as the lock of a boot that was over
+
+
+def boot_is_over(boot: str, directory: Path) -> bool | None:
+    """Whether nothing runs any more since that boot, another than this one. None where there is no evidence."""
+    free = _is_free(directory / boot_lock_name(boot))
+    return free if not free or locks_are_shared(directory) else None
+
+
+def _is_free(path: Path, *, remove: bool = False) -> bool | None:
+    """Whether nobody holds the lock on that file; None where that cannot be told."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if remove:
+            path.unlink(missing_ok=True)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+
+
+def remove_ended_boots(directory: Path, needed: Collection[str]) -> None:
+    """Remove the locks of boots that are over, but for those `needed` as evidence."""
+    keep = {boot_lock_name(boot) for boot in {*needed, boot_id()}}
+    for path in directory.glob("boot-*.lock"):
+        if path.name not in keep:
+            _is_free(path, remove=True)
+
+
+def locks_are_shared(directory: Path, mounts: str | None = None) -> bool:
+    """Whether a lock on a file there is seen by every machine that has the filesystem: a free one is no evidence else."""
+    if mounts is None:
+        try:
+            mounts = Path("/proc/self/mountinfo").read_text(errors="replace")
+        except OSError:
+            return False
+    where, kind, options = "", "", ""
+    resolved = os.path.realpath(directory)
+    for line in mounts.splitlines():
+        mount, _, filesystem = line.partition(" - ")
+        words = mount.split()
+        point = (
+            re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), words[4]) if len(words) > 4 else ""
+        )
+        inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
+        if point and inside and len(point) >= len(where):  # what is mounted later lies on top
+            where, (kind, _, options) = point, filesystem.partition(" ")
+    if kind.startswith("nfs"):
+        return not {"nolock", "local_lock=all", "local_lock=flock"} & set(options.replace(",", " ").split())
+    return bool(kind) and not kind.startswith(_OWN_LOCKS)
+
+
+_OWN_LOCKS = ("fuse", "9p", "virtiofs", "cifs", "smb3", "vboxsf", "vmhgfs", "prl_fs", "afs", "gofer")
+"""Filesystems that may keep the locks of each machine to itself."""
+
+
+def _is_file(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except OSError:
+        return False
+
+
 @cache
 def namespace() -> str:
     """Where process numbers and start times mean what they mean here: the pid and the time namespace."""
@@ -131,13 +278,25 @@ def namespace() -> str:
 os.register_at_fork(after_in_child=namespace.cache_clear)
 
 
+def network_namespace() -> str:
+    """Where this process's connections go out: a guardian in another one may not reach the same services."""
+    try:
+        return str(os.stat("/proc/self/ns/net").st_ino)
+    except OSError:
+        return "?"
+
+
 @dataclass(frozen=True, slots=True)
 class RunningProcess:
     """What of a process is the same for as long as it runs the same program."""
 
     start_time: int
     image: str
-    """Where the kernel put the program: another place after every exec. Empty where it is not shown."""
+    """Where the kernel placed the program: another place after every exec, except where address randomisation is
+    disabled. Empty where it is not shown."""
+    random: str = ""
+    """A digest of the random bytes that the kernel gave the program at its exec (AT_RANDOM). Empty where this process
+    may not read them: they are in the other one's memory, which Yama's ptrace_scope, among others, protects."""
 
 
 def running_process(pid: int) -> RunningProcess | None:
@@ -154,7 +313,7 @@ def running_process(pid: int) -> RunningProcess | None:
     if not _proc_is_ours():
         raise OSError(errno.ENOENT, "/proc shows another pid namespace")
     try:
-        return _read_stat(f"/proc/{pid}/stat")
+        return _read_process(f"/proc/{pid}")
     except (FileNotFoundError, ProcessLookupError):
         pass
     try:  # it has ended between both looks, or /proc does not show the processes of other users
@@ -166,7 +325,7 @@ def running_process(pid: int) -> RunningProcess | None:
 
 def this_process() -> RunningProcess:
     try:
-        return _read_stat("/proc/self/stat") or RunningProcess(0, "")
+        return _read_process("/proc/self") or RunningProcess(0, "")
     except OSError:
         return RunningProcess(0, "")
 
@@ -175,14 +334,39 @@ def _proc_is_ours() -> bool:
     return os.readlink("/proc/self") == str(os.getpid())
 
 
-def _read_stat(path: str) -> RunningProcess | None:
-    with open(path, "rb") as file:
+def _read_process(path: str) -> RunningProcess | None:
+    with open(f"{path}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     # A first thread that has ended while others run looks like a process that has.
     if fields[0] in (b"Z", b"X") and int(fields[17]) <= 1:
         return None
-    image = ""
+    image = random = ""
     if len(fields) > 44 and fields[25] != b"0":  # hidden where we may not look into it
         placed = b" ".join((fields[23], fields[25], fields[44]))  # start of code, stack and heap
         image = hashlib.sha256(placed).hexdigest()[:12]
-    return RunningProcess(int(fields[19]), image)
+        if given := _random_bytes(path):
+            # A digest: the bytes themselves are the process's stack protector.
+            random = hashlib.sha256(b"lowtide" + given).hexdigest()[:12]
+    return RunningProcess(int(fields[19]), image, random)
+
+
+_AT_NULL, _AT_RANDOM = 0, 25
+
+
+def _random_bytes(path: str) -> bytes:
+    """The 16 bytes that the kernel gives every program it starts; none where this process may not read them."""
+    word = struct.Struct("@L")
+    try:
+        with open(f"{path}/auxv", "rb") as file:
+            vector = file.read()
+        entries = [number for (number,) in word.iter_unpack(vector[: len(vector) // word.size * word.size])]
+        for kind, value in zip(entries[::2], entries[1::2], strict=False):
+            if kind == _AT_NULL:
+                break
+            if kind == _AT_RANDOM:
+                with open(f"{path}/mem", "rb", buffering=0) as memory:
+                    found = os.pread(memory.fileno(), 16, value)
+                return found if len(found) == 16 else b""
+    except (OSError, OverflowError, struct.error):
+        pass
+    return b""

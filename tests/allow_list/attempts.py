@@ -392,7 +392,7 @@ except OSError: show("let go")
 def a_name_that_changes_its_address_leads_nowhere_new(box: Sandbox) -> None:
     code = """
 began, seen = time.monotonic(), []
-while time.monotonic() - began < 25: seen.append(get("rebind.example")); time.sleep(5)
+while time.monotonic() - began < 60 and not (seen and seen[-1][0] == "!"): seen.append(get("rebind.example")); time.sleep(2)
 show([s[-20:] for s in seen])
 """
     seen = inside(box, code)

@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -56,6 +57,8 @@ NAMES = {
     "self.example": [MACHINE],
     "many.example": ["10.1.2.3", "192.168.7.7", "172.16.0.9", "100.64.0.1"],
 }
+ALIASES = {"alias.example": "meta.example", "alias-of-self.example": "self.example"}
+"""Answered as other servers do: with a CNAME, and with the addresses of the name it leads to."""
 NAMES6 = {
     "mapped.example": "::ffff:127.0.0.1",
     "nat64.example": "64:ff9b::a9fe:a9fe",
@@ -184,7 +187,7 @@ async def main(log: str, files: str = "") -> None:
         writer.close()
 
     class Names(asyncio.DatagramProtocol):
-        turns = 0
+        changes = 0.0
 
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             self.transport = transport
@@ -197,16 +200,23 @@ async def main(log: str, files: str = "") -> None:
             (kind,) = struct.unpack_from(">H", data, at + 1)
             name = ".".join(labels).lower()
             write(query=name)
-            found = NAMES.get(name, [GOOD] if name.endswith(".wild.example") else [])
-            if name == "rebind.example":  # public for who looks once, inside for who looks again
-                self.turns += kind == 1
-                found = [GOOD] if self.turns == 1 else [METADATA]
+            alias = ALIASES.get(name)
+            found = NAMES.get(alias or name, [GOOD] if name.endswith(".wild.example") else [])
+            if (
+                name == "rebind.example"
+            ):  # public for whoever looks first, inside for whoever looks again later
+                self.changes = self.changes or time.monotonic() + 5
+                found = [GOOD] if time.monotonic() < self.changes else [METADATA]
             packed = [socket.inet_aton(a) for a in found] if kind == 1 else []
             if kind == 28 and name in NAMES6:
                 packed = [socket.inet_pton(socket.AF_INET6, NAMES6[name])]
             code = 0 if found or name in NAMES6 else 3
-            head = data[:2] + struct.pack(">HHHHH", 0x8180 | code, 1, len(packed), 0, 0) + data[12 : at + 5]
             answers = [struct.pack(">HHHIH", 0xC00C, kind, 1, 0, len(a)) + a for a in packed]
+            if alias is not None:
+                to = b"".join(bytes([len(part)]) + part.encode() for part in alias.split(".")) + b"\0"
+                cname = struct.pack(">HHHIH", 0xC00C, 5, 1, 0, len(to)) + to
+                answers = [cname, *(to + one[2:] for one in answers)]
+            head = data[:2] + struct.pack(">HHHHH", 0x8180 | code, 1, len(answers), 0, 0) + data[12 : at + 5]
             self.transport.sendto(head + b"".join(answers), addr)  # type: ignore[attr-defined]
 
     class Echo(asyncio.DatagramProtocol):

@@ -44,6 +44,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     providers = CHOSEN.split(",") if CHOSEN else ["faulty", "local"]
     if not CHOSEN and metafunc.definition.get_closest_marker("everywhere"):
         providers += ["docker", "kubernetes", *EMULATED]
+    if not CHOSEN:
+        # A core case on hosted providers' emulators as well; or one that only such a provider can play.
+        for marker in metafunc.definition.iter_markers("also"):
+            providers += marker.args or EMULATED
+        for marker in metafunc.definition.iter_markers("only"):
+            providers = list(marker.args or EMULATED)
     for only in ("faulty", "local"):
         if metafunc.definition.get_closest_marker(only):
             providers = [name for name in providers if name == only]

@@ -43,6 +43,7 @@ import os
 import shutil
 import struct
 import subprocess
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,16 +125,29 @@ def small_disk(path: Path, megabytes: int = 4) -> Iterator[Disk]:
         subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
+def _library(directory: Path, name: str) -> Path:
+    """A small library of this directory, to be preloaded."""
+    library = directory / f"{name}.so"
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip(f"no C compiler: {name} is a small library")
+    source = Path(__file__).with_name(f"{name}.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source)], check=True)
+    return library
+
+
+def another_boot(directory: Path) -> dict[str, str]:
+    """The environment of processes that see another boot of this machine: of one with the same machine-id, or earlier."""
+    boot = directory / "boot_id"
+    boot.write_text(f"{uuid.uuid4()}\n")
+    return {"LD_PRELOAD": str(_library(directory, "another_boot")), "ANOTHER_BOOT": str(boot)}
+
+
 class Clock:
     """A wall clock for some processes, that can be stepped while they run."""
 
     def __init__(self, directory: Path) -> None:
-        library = directory / "wall_clock.so"
-        compiler = shutil.which("cc") or shutil.which("gcc")
-        if compiler is None:
-            pytest.skip("no C compiler: the stepped clock is a small library")
-        source = Path(__file__).with_name("wall_clock.c")
-        subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source)], check=True)
+        library = _library(directory, "wall_clock")
         self._step = directory / "clock"
         self.step(0)
         self.environ = {"LD_PRELOAD": str(library), "STEPPED_CLOCK": str(self._step)}

@@ -344,11 +344,6 @@ def test_it_holds_no_descriptor_that_the_program_has_inherited(world: World, tmp
 
 
 @pytest.mark.faulty
-@pytest.mark.xfail(
-    strict=True,
-    reason="where addresses are not random an exec of the same program puts it in the same place: its owner counts "
-    "as alive until the process ends",
-)
 def test_a_program_that_restarts_itself_without_random_addresses_leaves_nothing(world: World) -> None:
     actor = world.start_program(
         """

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.container_engine import IMAGE, needs_docker
@@ -55,6 +56,27 @@ def test_a_killed_proxy_leaves_a_sandbox_without_a_network() -> None:
         code = "import socket; socket.create_connection(('10.99.98.1', 80), 5)"
         done = box.exec(["python3", "-c", code]).result(60)
         assert "ConnectionRefusedError" in done.stderr
+
+
+@pytest.mark.parametrize("network", [ALLOW, "internet"], ids=["allow-list", "internet"])
+def test_the_proxy_runs_in_the_control_groups_of_its_sandbox(network: Any) -> None:
+    limits = {"limits": {"cpu": "0.5", "memory": "256Mi"}}
+    with Sandbox.run(provider="local", network=network, resources=limits) as box:
+        assert box.sandbox_id is not None
+        _, first = SandboxDirectory(home() / "local" / "sandboxes" / box.sandbox_id).processes()
+        assert first is not None
+        groups, proxys = _groups(first.pid), _groups(proxy_of(box.sandbox_id).pid)
+        limited = {name: group for name, group in groups.items() if box.sandbox_id in group}
+        assert limited, groups
+        assert {name: proxys[name] for name in limited if name != "pids"} == {
+            name: group for name, group in limited.items() if name != "pids"
+        }
+
+
+def _groups(pid: int) -> dict[str, str]:
+    """By controller, or "" in version 2."""
+    lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    return {name: group for _, name, group in (line.split(":", 2) for line in lines)}
 
 
 _OWNER = """

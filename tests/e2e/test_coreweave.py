@@ -221,6 +221,17 @@ def test_a_renewal_never_goes_past_the_fixed_end(emulator: Any, provider: CoreWe
     assert engine().run(life(), SECONDS) <= 60.0
 
 
+def test_a_lifetime_beyond_the_longest_is_refused_and_not_cut(
+    emulator: Any, provider: CoreWeaveProvider
+) -> None:
+    longest = 30 * 86_400
+    with pytest.raises(ValidationError, match="30 days"):
+        Sandbox.run(provider="coreweave", max_lifetime_seconds=longest + 1)
+    assert emulator.state()["sandboxes"]["coreweave"] == []
+    with Sandbox.run(provider="coreweave", max_lifetime_seconds=longest) as box:
+        assert box.exec(["true"]).result(SECONDS).returncode == 0
+
+
 def test_a_service_has_its_own_address(emulator: Any) -> None:
     service = {
         "port": 8000,

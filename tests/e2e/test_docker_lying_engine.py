@@ -10,12 +10,13 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from tests.container_engine import (
     import_bare_image,
     needs_docker,
 )
+from tests.crash.world import World
 from tests.lying_engine import HTML, LyingProxy, json_answer
 
 from lowtide.errors import (
@@ -255,13 +257,73 @@ async def test_a_paused_sandbox_is_not_renewed_and_its_commands_go_on_after_a_re
 
 
 @needs_docker[1]
-async def test_a_pause_is_refused_where_the_engine_outlives_this_machine() -> None:
-    async with behind_proxy() as (boxes, _):
+@pytest.mark.parametrize("way", ["tcp", "forwarded-socket"])
+async def test_a_pause_is_refused_where_the_engine_outlives_this_machine(tmp_path: Path, way: str) -> None:
+    async with behind_proxy() as (boxes, proxy):
         box = await boxes.make()
-        with pytest.raises(UnsupportedError, match="another machine") as caught:
-            await boxes.provider.pause(box)
-        assert caught.value.alternative
-        assert (await boxes.provider.get(box)).state is SandboxState.RUNNING
+        url = proxy.docker_host
+        if way == "forwarded-socket":
+            facts = json.loads(docker(DOCKER, "info", "--format", "{{json .}}"))
+            answer = json.dumps({**facts, "Name": "another-machine"}).encode()
+            proxy.lie("GET", "/info", forward=False, answer=json_answer(answer))
+            url = f"unix://{tmp_path}/forwarded"
+            server = await asyncio.start_unix_server(_forward_to(proxy.port), tmp_path / "forwarded")
+        provider = DockerProvider.connect({**os.environ, "DOCKER_HOST": url})
+        try:
+            with pytest.raises(UnsupportedError, match="another machine") as caught:
+                await provider.pause(box)
+            assert caught.value.alternative
+            assert (await provider.get(box)).state is SandboxState.RUNNING
+        finally:
+            await provider.aclose()
+            if way == "forwarded-socket":
+                server.close()
+
+
+def _forward_to(port: int) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(copy(reader, back), copy(there, writer))
+
+    return serve
+
+
+_PAUSES = """
+boxes = make(1)
+for box in boxes:
+    box.pause().result(60)
+say("READY")
+time.sleep(60)
+"""
+
+
+@needs_docker[1]
+@pytest.mark.parametrize("ended_by", ["guardian", "sweep"])
+def test_a_paused_sandbox_of_a_killed_owner_ends(tmp_path: Path, ended_by: str) -> None:
+    """By the guardian; where that was killed as well, by the next lowtide process, though its clock stands still."""
+    world = World(tmp_path, "docker", {"LOWTIDE_IMAGE": IMAGE, "DOCKER_HOST": DOCKER})
+    try:
+        owner = world.start_program(_PAUSES)
+        owner.until("READY", 120)
+        (made,) = owner.made()
+        guardian = world.guardian()
+        if ended_by == "sweep":
+            os.kill(guardian, signal.SIGSTOP)
+        owner.kill()
+        if ended_by == "sweep":
+            os.kill(guardian, signal.SIGKILL)
+            assert docker(DOCKER, "inspect", "--format", "{{.State.Status}}", made) == "paused"
+            world.sweep()
+        world.wait_until_clean()
+    finally:
+        world.close()
 
 
 # -- the first use of an engine
@@ -337,6 +399,14 @@ def networks(url: str) -> list[str]:
     return docker(url, "network", "ls", "-q", "--no-trunc", "--filter", f"name=^{NETWORK}$").split()
 
 
+def make_network(url: str) -> None:
+    """One more of lowtide's, whether there is one or not."""
+    body = json.dumps({"Name": NETWORK, "CheckDuplicate": False, "Labels": {"lowtide-cache": "network"}})
+    command = ["curl", "-sf", "--unix-socket", url.removeprefix("unix://"), "-d", body]
+    command += ["-H", "Content-Type: application/json", "http://engine/v1.41/networks/create"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
 needs_own_engine = [
     needs_docker[1],
     pytest.mark.skipif(
@@ -376,11 +446,8 @@ class TestANewEngine:
         self, new_engine: str, registry_image: str
     ) -> None:
         """As an earlier version, or many processes at once, made them."""
-        body = json.dumps({"Name": NETWORK, "CheckDuplicate": False, "Labels": {"lowtide-cache": "network"}})
-        command = ["curl", "-sf", "--unix-socket", new_engine.removeprefix("unix://"), "-d", body]
-        command += ["-H", "Content-Type: application/json", "http://engine/v1.41/networks/create"]
         for _ in range(3):
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            make_network(new_engine)
         foreign = docker(new_engine, "network", "create", f"{NETWORK}-of-somebody")
         before = networks(new_engine)
         assert len(before) >= 3
@@ -392,6 +459,17 @@ class TestANewEngine:
             assert foreign in docker(new_engine, "network", "ls", "-q", "--no-trunc").split()
         finally:
             docker(new_engine, "network", "rm", foreign)
+
+    async def test_a_network_of_the_same_name_that_comes_later_is_removed(
+        self, new_engine: str, registry_image: str
+    ) -> None:
+        """As another process makes it, that has looked before this one's was there."""
+        async with boxes_on(new_engine) as boxes:
+            first = await boxes.make(network=FULL, image=registry_image)
+            (used,) = networks(new_engine)
+            make_network(new_engine)
+            assert await boxes.make(network=FULL, image=registry_image) != first
+            assert networks(new_engine) == [used]
 
     async def test_a_network_that_somebody_removes_is_made_again(
         self, new_engine: str, registry_image: str

@@ -37,6 +37,8 @@ NOT_GVISOR = (
     "file_locks",
     "keys",
     "pending_signals",
+    "descriptors_in_flight",
+    "lock_on_a_device",
     # Looked for on this machine, which does not see gVisor's processes, their limits and signals.
     "outlive_ignoring",
     "outlive_by_stopping_the_group",

@@ -50,6 +50,36 @@ def private_file_in_bin(target: Target) -> str | None:
     return _planted(target, Path(sys.prefix) / "bin")
 
 
+@attempt("read a file that became private after lowtide's first sandbox")
+def file_that_became_private(target: Target) -> str | None:
+    """By its mode alone, and as a new file; the times of its directory say nothing about either."""
+    folder = Path(sys.prefix) / "bin"
+    known, new = (folder / f"planted-{secrets.token_hex(4)}" for _ in range(2))
+    try:
+        known.write_text("secret")
+    except OSError as error:
+        raise LeftOut(f"{folder} is not this user's to write") from error
+    try:
+        known.chmod(0o644)
+        code = "print(*(tried(lambda p: open(p).read(), path) or '' for path in sys.argv[1:]))"
+        for _ in range(3):  # one of them is made beforehand
+            with target.make() as box:
+                target.python(code, str(known), box=box)
+        info = folder.stat()
+        known.chmod(0o600)
+        new.touch(0o600)
+        new.write_text("secret")
+        os.utime(folder, ns=(info.st_atime_ns, info.st_mtime_ns))
+        for _ in range(2):
+            with target.make() as box:
+                if "secret" in target.python(code, str(known), str(new), box=box):
+                    return f"read a file of mode 600 in {folder}"
+        return None
+    finally:
+        known.unlink()
+        new.unlink(missing_ok=True)
+
+
 def _listening(target: Target, folder: Path) -> str | None:
     if len(str(folder)) > 90 or not os.access(folder, os.W_OK):
         raise LeftOut(f"no socket can be put into {folder}")

@@ -188,3 +188,31 @@ while made < 500000 and libc.timer_create(1, None, ctypes.byref(timer)) == 0:
         if result == 0:
             _libc.timer_delete(timer)
     return _refused("no timer can be made outside", result)
+
+
+@attempt("use up the descriptors that are on their way between processes")
+def descriptors_in_flight(target: Target) -> str | None:
+    with (
+        holding(
+            target,
+            """
+import array, socket
+pairs, held = [], 0
+while held < 200000 and (pair := tried(socket.socketpair, socket.AF_UNIX, socket.SOCK_DGRAM)) is not None:
+    pairs.append(pair)
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0] * 200))]
+    sent = [tried(pair[0].sendmsg, [b"x"], rights) for _ in range(5)]
+    if None in sent:
+        break
+    held += 1000
+""",
+        ),
+        target.make() as box,
+    ):
+        try:
+            box.write_file("/tmp/it", b"here").result(HOLD_SECONDS)
+            read = box.read_file("/tmp/it").result(HOLD_SECONDS)
+            said = box.exec(["echo", "on"]).result(HOLD_SECONDS).stdout
+        except (LowtideError, OSError) as error:
+            return f"another sandbox is not served: {error}"
+    return None if (read, said) == (b"here", "on\n") else f"another sandbox answers {read!r} and {said!r}"

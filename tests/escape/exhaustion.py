@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import pty
+import time
+import tracemalloc
+from pathlib import Path
 
 from lowtide.errors import SandboxFileError
+from lowtide.testing.conformance.base import eventually
 from lowtide.trees.remove import remove_tree
-from tests.escape.attempt import Target, attempt
+from tests.escape.attempt import ANSWER_SECONDS, Target, attempt
 
 
 @attempt("use up the inotify instances of the user")
@@ -93,3 +97,51 @@ for _ in range(1500):
     finally:
         remove_tree(place)
     return None
+
+
+@attempt("fill the owner's disk with a file without end", providers=("local", "docker", "kubernetes"))
+def file_without_end(target: Target) -> str | None:
+    """A link to a file of /proc that reports no size, under a name that promises another."""
+    place = target.directory()
+    link = "rm -f /tmp/results.csv; ln -s /proc/$$/pagemap /tmp/results.csv; exec sleep 1000"
+    with target.make() as box:
+        running = box.exec(["sh", "-c", link])
+        eventually(lambda: box.exists("/tmp/results.csv").result(ANSWER_SECONDS))
+        downloading = box.download("/tmp/results.csv", place / "results.csv")
+        until = time.monotonic() + ANSWER_SECONDS
+        try:
+            while not downloading.done() and time.monotonic() < until:
+                written = sum(path.stat().st_size for path in _files(place))
+                if written > 256 << 20:
+                    return f"{written >> 20} MiB were written"
+                time.sleep(0.01)
+            if not isinstance(downloading.exception(1), SandboxFileError):
+                return "it was downloaded"
+            return "something is left of it" if _files(place) else None
+        finally:
+            downloading.cancel()
+            running.cancel()
+
+
+def _files(place: Path) -> list[Path]:
+    return [path for path in place.iterdir() if path.exists()]
+
+
+@attempt("fill the owner's memory with a result that grows when it is parsed", providers=("local", "docker"))
+def result_that_grows(target: Target) -> str | None:
+    """36 MiB of empty lists are 940 MiB of them in a parser. Code inside can speak for the interpreter that runs it."""
+    forged = (
+        "import os, time\n"
+        "with open(f'/proc/{os.getppid()}/fd/1', 'wb') as out:\n"
+        "    out.write(b'[' + b'[],' * (12 << 20) + b'[]]\\n')\n"
+        "time.sleep(60)"
+    )
+    # A Python without ipykernel, whose holder of the streams is the parent of what runs the code.
+    with target.make(environment_variables={"PATH": "/usr/bin:/bin"}) as box:
+        tracemalloc.start()
+        try:
+            box.run_code(forged).exception(ANSWER_SECONDS)
+            most = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    return f"it took {most >> 20} MiB" if most > 256 << 20 else None

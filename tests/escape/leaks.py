@@ -191,3 +191,29 @@ with Sandbox.run(provider="local") as box:
     box.exec(["sh", "-c", "cp /bin/sh /opt/sh; chmod 4755 /opt/sh"], check=True).result(60)
     print(home() / "local" / "snapshots" / box.snapshot().result(60) / "root/opt/sh")
 """
+
+
+@attempt("tell another sandbox something by a lock on a device node")
+def lock_on_a_device(target: Target) -> str | None:
+    if not target.root:
+        raise LeftOut("an ordinary user's sandboxes have this machine's nodes (docs/security.md)")
+    nodes = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/proc/self/fd/0"]
+    with target.make() as one, target.make() as other:
+        held = "import fcntl, time\nheld = [open(name, 'rb') for name in sys.argv[1:]]\n"
+        held += "for file in held[:5]: fcntl.flock(file, fcntl.LOCK_EX)\nprint('held', flush=True)\ntime.sleep(600)"
+        process = one.exec(["python3", "-c", "import sys\n" + held, *nodes])
+        next(iter(process.stdout))
+        seen = target.python(
+            """
+import fcntl
+for name in sys.argv[1:]:
+    with open(name, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(name)
+""",
+            *nodes,
+            box=other,
+        )
+    return f"locks are seen on {seen.split()}" if seen else None

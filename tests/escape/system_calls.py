@@ -1,4 +1,4 @@
-"""Attempts on the kernel's doors: every one of these calls is refused as not permitted or not there."""
+"""Attempts on the kernel's doors: every one of these calls is refused as not permitted, not there or not supported."""
 
 from __future__ import annotations
 
@@ -48,13 +48,21 @@ CALLS: list[tuple[str, int, int, str, tuple[str, ...]]] = [
     ("change the personality", 135, 92, "0x0400000", LOCAL),
     ("move pages of others", 279, 239, "1, 0, 0, 0, 0, 0", LOCAL),
     ("watch the whole filesystem", 300, 262, "0, 0", ENGINES),
+    ("take a reserved huge page with mmap", 9, 222, "0, 2 << 20, 3, 0x40022, -1, 0", LOCAL),
+    ("take a reserved huge page with memfd_create", 319, 279, "b'huge', 4", LOCAL),
+    ("take a reserved huge page with shmget", 29, 194, "0, 2 << 20, 0o5600", LOCAL),
+    ("attach a filter to a socket", 54, 208, "0, 1, 26, 0, 16", LOCAL),
+    ("open an MPTCP socket", 41, 198, "2, 1, 262", LOCAL),
+    ("open an SCTP socket", 41, 198, "10, 1, 132", LOCAL),
 ]
 
 
 def _attempt(about: str, x86_64: int, aarch64: int, arguments: str) -> Callable[[Target], str | None]:
     def work(target: Target) -> str | None:
         said = target.python(f"print(*call({x86_64}, {aarch64}, {arguments}))").split()
-        refused = len(said) == 2 and said[0] == "-1" and said[1] in ("EPERM", "EACCES", "ENOSYS")
+        refused = (
+            len(said) == 2 and said[0] == "-1" and said[1] in ("EPERM", "EACCES", "ENOSYS", "EPROTONOSUPPORT")
+        )
         return None if refused else f"the kernel answered {' '.join(said)}"
 
     work.__name__ = about.replace(" ", "_")

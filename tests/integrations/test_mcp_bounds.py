@@ -113,15 +113,46 @@ async def test_over_http_silent_connections_leave_the_clients_and_their_sandboxe
         assert server.poll() is None
 
 
+@pytest.mark.parametrize("held", ["stream", "head", "body"])
+async def test_over_http_a_client_with_the_token_leaves_descriptors_for_the_others(held: str) -> None:
+    """One that opens connections without an end: event streams, or requests that it never finishes."""
+    home = Path(os.environ["LOWTIDE_HOME"]) / f"mcp-{os.urandom(4).hex()}"
+    home.mkdir(mode=0o700)
+    with http_server(home) as (server, url, token):
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (256, 256))
+        port = int(url.rpartition(":")[2].partition("/")[0])
+        headers = {"Authorization": f"Bearer {token}"}
+        head = f"POST /mcp HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nAuthorization: Bearer {token}\r\n"
+        sent = {
+            "stream": head.replace("POST", "GET") + "Accept: text/event-stream\r\n\r\n",
+            "head": head + "Content-Length: 2\r\n\r\n{}" + head,
+            "body": head + "Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{",
+        }[held]
+        async with (
+            contextlib.AsyncExitStack() as open_ones,
+            httpx2.AsyncClient(headers=headers, timeout=60) as first,
+            mcp.Client(streamable_http_client(url, http_client=first)) as client,
+        ):
+            made = await call(client, "run_command", command="echo kept > /tmp/file")
+            for _ in range(300):
+                connection = open_ones.enter_context(socket.create_connection(("127.0.0.1", port), 10))
+                with contextlib.suppress(OSError):  # it was closed already
+                    connection.sendall(sent.encode())
+            ran = await call(client, "run_command", command="cat /tmp/file")
+            assert (ran["stdout"], ran["sandbox"]) == ("kept\n", made["sandbox"])
+            assert len(os.listdir(f"/proc/{server.pid}/fd")) < 240
+        assert server.poll() is None
+
+
 async def test_over_http_a_connection_without_the_token_has_a_bounded_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http, "_HEAD_SECONDS", 0.2)
-    strangers = http.Strangers()
+    connections = http.OpenConnections()
     ours, theirs = socket.socketpair()
     loop = asyncio.get_running_loop()
     transport, _ = await loop.create_connection(asyncio.Protocol, sock=theirs)
-    strangers.add("one", transport)
+    connections.add("one", transport)
     reader, writer = await asyncio.open_connection(sock=ours)
     assert await asyncio.wait_for(reader.read(), 60) == b""
     writer.close()

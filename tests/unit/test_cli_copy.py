@@ -75,3 +75,21 @@ def test_an_error_on_this_side_names_what_was_asked_for(cli: Cli, box: str, tmp_
         assert one_line(done).endswith(f": '{target}'\n"), done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text() == "old"
+
+
+def test_a_copy_out_applies_the_umask_and_is_bounded(cli: Cli, box: str, tmp_path: Path) -> None:  # noqa: F811
+    make = "mkdir -m 777 /root/wide; head -c 300000 /dev/zero > /root/wide/f; chmod 777 /root/wide/f"
+    cli("exec", box, "--", "sh", "-c", make)
+    before = os.umask(0o027)
+    try:
+        for path, name in (("wide", "tree"), ("wide/f", "file")):
+            assert cli("cp", f"{box}:/root/{path}", str(tmp_path / name)).returncode == 0
+    finally:
+        os.umask(before)
+    modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("tree", "tree/f", "file")]
+    assert modes == [0o750] * 3
+    for path in ("wide", "wide/f"):
+        refused = cli("cp", "--max-bytes", "100000", f"{box}:/root/{path}", str(tmp_path / "no"))
+        assert refused.returncode == 1
+        assert "--max-bytes" in one_line(refused)
+        assert not (tmp_path / "no").exists()

@@ -76,6 +76,21 @@ def test_history_is_the_story_of_one_lease_also_after_its_end(cli: Cli, owner: O
     assert "gone" in cli("history", first).stdout.decode()
 
 
+def test_history_shows_what_the_network_refused_also_after_the_end(cli: Cli) -> None:  # noqa: F811
+    code = "import socket; socket.create_connection(('10.9.8.7', 5432), 5).recv(1)"
+    done = cli("run", "--network", "allowed.invalid", "--", "python3", "-c", code)
+    assert done.returncode == 1
+    (hint,) = [line for line in done.stderr.splitlines() if line.startswith(b"lowtide:")]
+    assert b"10.9.8.7:5432/tcp" in hint
+    (row,) = cli.json("ls", "--all")
+    lines = cli.json("history", row["id"])
+    assert [line["after"] for line in lines if "after" in line] == ["intended", "live", "ending", "gone"]
+    (refused,) = [line for line in lines if "refused" in line]
+    assert (refused["refused"], refused["port"], refused["protocol"]) == ("10.9.8.7", 5432, "tcp")
+    (shown,) = [line for line in cli("history", row["id"]).stdout.decode().splitlines() if "10.9.8.7" in line]
+    assert "not on the allow-list" in shown
+
+
 def test_a_sweep_leaves_what_a_living_owner_holds_and_says_so(cli: Cli, owner: Owner) -> None:  # noqa: F811
     findings = cli.json("sweep")
     assert {one["id"] for one in findings} == set(owner.ids)

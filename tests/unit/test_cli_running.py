@@ -192,3 +192,19 @@ def test_a_failure_of_ours_is_never_an_exit_code_of_the_command(cli: Cli) -> Non
     done = cli("run", "--image", "no/such-image:ever", "--", "true")
     assert done.returncode in (exit_codes.INFRASTRUCTURE, exit_codes.USAGE)
     assert "lowtide image" in one_line(done)
+
+
+@pytest.mark.parametrize("command", ["npm install left-pad", "apt-get install -y hello"])
+def test_a_package_manager_without_a_network_gets_one_line_with_a_setting(cli: Cli, command: str) -> None:  # noqa: F811
+    """The name is what counts: no package manager runs."""
+    done = cli("run", "--", "sh", "-c", f"exit 1; {command}")
+    (hint,) = [line for line in done.stderr.splitlines() if line.startswith(b"lowtide:")]
+    assert b"--network internet" in hint
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize("network", ["internet", "full", "registry.npmjs.org", "host"])
+def test_no_line_recommends_a_network_that_was_passed(cli: Cli, network: str) -> None:  # noqa: F811
+    done = cli("run", "--network", network, "--", "sh", "-c", "exit 1; npm install left-pad")
+    assert done.returncode == 1
+    assert b"--network" not in done.stderr

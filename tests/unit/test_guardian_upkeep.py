@@ -19,7 +19,7 @@ import pytest
 from lowtide.lifecycle import clock, guardian_process, owner_watch
 from lowtide.lifecycle.clock import Instant
 from lowtide.lifecycle.guardian import Guardian
-from lowtide.lifecycle.guardian_workers import Credentials, NoCredentials
+from lowtide.lifecycle.guardian_workers import Credentials, NoCredentials, Start
 from lowtide.lifecycle.lease import Lease, LeaseState, new_lease_id
 from lowtide.lifecycle.owner import Owner
 from lowtide.lifecycle.owner_watch import OwnerWatch
@@ -179,7 +179,25 @@ async def test_credentials_that_arrive_later_are_used_at_once(
     lease = await made_by(guardian, provider, dead(), None)
     await settled(guardian)
     assert lease.lease_id in guardian.stuck
-    guardian._learn(Credentials("faulty", provider.account, provider.credentials()))
+    owner = Start(tell=lambda message: None)
+    guardian._learn(Credentials("faulty", provider.account, provider.credentials()), owner)
+    await settled(guardian)
+    row = await guardian.ledger.get(lease.lease_id)
+    assert row is not None
+    assert row.state is LeaseState.GONE
+
+
+async def test_credentials_release_a_lease_that_is_younger_than_the_last_look(
+    guardian: Guardian, provider: FaultyProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOWTIDE_FAULTY_DIR", str(guardian.path / "another"))
+    owner = dead()
+    lease = await made_by(guardian, provider, owner, None)
+    await guardian._end_what_it_left(owner, "it has ended")  # before any look
+    await asyncio.wait(guardian.ending.values())
+    assert lease.lease_id in guardian.stuck
+    start = Start(tell=lambda message: None)
+    guardian._learn(Credentials("faulty", provider.account, provider.credentials()), start)
     await settled(guardian)
     row = await guardian.ledger.get(lease.lease_id)
     assert row is not None
@@ -259,6 +277,31 @@ async def test_after_a_restart_a_hosted_one_that_somebody_renews_is_left(
         await provider.renew(lease.sandbox_id or "", 100.0)
         assert lease.sandbox_id in service.sandboxes()
         assert (await sweep(guardian.ledger, {"faulty": provider}))[0].action is Action.LEFT
+
+
+async def test_after_a_restart_a_guardian_without_a_valid_key_leaves(
+    guardian: Guardian, service: FaultyService, provider: FaultyProvider, moved: MovedClock
+) -> None:
+    lease = await made_by(guardian, provider, before_the_restart(), 100.0)
+    service.exchange_key("another")
+    looks = 1
+    while await settled(guardian):
+        moved.passed += 1.6  # as long as it waits for more to do
+        looks += 1
+        assert looks < 20
+    assert lease.lease_id in guardian.stuck
+    assert "no credentials here for 1 leases" in guardian._why_it_leaves()
+
+
+async def test_after_a_restart_a_guardian_that_gets_no_answer_leaves_after_a_day(
+    guardian: Guardian, service: FaultyService, provider: FaultyProvider, moved: MovedClock
+) -> None:
+    await made_by(guardian, provider, before_the_restart(), 100.0)
+    service.fault("get", times=1000, fail=True)
+    while await settled(guardian):
+        moved.passed += 600.0
+        assert moved.passed < 3 * 86_400
+    assert moved.passed > 86_400
 
 
 async def test_after_a_restart_a_hosted_one_that_nobody_renews_is_ended(
@@ -349,7 +392,8 @@ def of(pid: int) -> Owner:
 
     found = machine.running_process(pid)
     assert found is not None
-    return replace(Owner.current(), pid=pid, start_time=found.start_time, image=found.image)
+    life = f"another:{found.random}"
+    return replace(Owner.current(), pid=pid, start_time=found.start_time, image=found.image, life=life)
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
@@ -371,7 +415,7 @@ async def test_the_next_one_may_begin_before_this_one_has_tidied_up(
     (tmp_path / "home").mkdir(mode=0o700)
     guardian = Guardian(tmp_path / "home", leaves=lambda: order.append("leaves"))
 
-    async def tidy(accounts: object) -> None:
+    async def tidy(accounts: object, *, leave: bool) -> None:
         order.append("tidies up")
 
     monkeypatch.setattr(guardian.workers, "aclose", tidy)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import os
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lowtide import machine
 from lowtide.lifecycle import guardian_workers
-from lowtide.lifecycle.guardian_workers import Credentials, Workers
+from lowtide.lifecycle.guardian_link import peer_pid
+from lowtide.lifecycle.guardian_socket import Links
+from lowtide.lifecycle.guardian_workers import Credentials, Start, Workers
 from lowtide.lifecycle.keep import Decision, Fate
 from lowtide.lifecycle.lease import Lease, LeaseState, Outcome, new_lease_id
 from lowtide.lifecycle.owner import Owner
@@ -69,15 +74,38 @@ async def _made(home: Path, service: FaultyService) -> Lease:
     return lease
 
 
+@contextlib.asynccontextmanager
+async def listening(home: Path) -> AsyncIterator[Workers]:
+    """The workers of a guardian that does nothing else: they come to its socket."""
+
+    async def went(owner: Owner) -> None: ...
+
+    workers = Workers(home)
+    links = Links(
+        home,
+        10,
+        learn=lambda credentials, start: None,
+        came=lambda owner: None,
+        worker=workers.serve,
+        went=went,
+        status=dict,
+    )
+    await links.open()
+    try:
+        yield workers
+    finally:
+        links.close()
+
+
 async def test_an_sdk_that_prints_is_not_taken_for_an_answer(tmp_path: Path, noisy: None) -> None:
     with FaultyService(tmp_path / "service") as service:
         lease = await _made(tmp_path, service)
-        workers = Workers(tmp_path)
-        workers.learn(Credentials("noisy", lease.account, {"LOWTIDE_FAULTY_DIR": str(service.directory)}))
-        outcome, _ = await workers.end(lease, Decision(Fate.DESTROY, "its owner is dead"))
-        assert outcome is Outcome.DESTROYED
-        assert not service.sandboxes()
-        await workers.aclose()
+        async with listening(tmp_path) as workers:
+            workers.learn(Credentials("noisy", lease.account, {"LOWTIDE_FAULTY_DIR": str(service.directory)}))
+            outcome, _ = await workers.end(lease, Decision(Fate.DESTROY, "its owner is dead"))
+            assert outcome is Outcome.DESTROYED
+            assert not service.sandboxes()
+            await workers.aclose()
 
 
 async def test_a_worker_that_does_not_end_keeps_no_guardian(
@@ -87,15 +115,32 @@ async def test_a_worker_that_does_not_end_keeps_no_guardian(
     environ = {"LOWTIDE_NOISY_STAYS": "1"}
     with FaultyService(tmp_path / "service") as service:
         lease = await _made(tmp_path, service)
-        workers = Workers(tmp_path)
-        environ["LOWTIDE_FAULTY_DIR"] = str(service.directory)
-        workers.learn(Credentials("noisy", lease.account, environ))
-        await workers.end(lease, Decision(Fate.DESTROY, "its owner is dead"))
-        (worker,) = workers._workers.values()
-        assert worker._process is not None
+        async with listening(tmp_path) as workers:
+            environ["LOWTIDE_FAULTY_DIR"] = str(service.directory)
+            workers.learn(Credentials("noisy", lease.account, environ))
+            await workers.end(lease, Decision(Fate.DESTROY, "its owner is dead"))
+            ((worker,),) = workers._workers.values()
+            pid = peer_pid(worker._writer.get_extra_info("socket"))
+            async with asyncio.timeout(20):
+                await workers.aclose()
+            while machine.running_process(pid) is not None:  # killed, and on its way out
+                await asyncio.sleep(0.02)
+
+
+async def test_an_owner_is_told_that_its_worker_cannot_serve(tmp_path: Path, noisy: None) -> None:
+    told: list[dict[str, Any]] = []
+    async with listening(tmp_path) as workers:
+        owner = Start(tell=told.append, network=machine.network_namespace())
+        workers.learn(
+            Credentials("noisy", "nobody", {"LOWTIDE_FAULTY_DIR": str(tmp_path / "service")}), owner
+        )
+        assert told == [{"worker": {"name": "noisy", "account": "nobody"}}]
+        await workers._start(("noisy", "nobody"), None)  # as the owner would
         async with asyncio.timeout(20):
-            await workers.aclose()
-        assert not os.path.exists(f"/proc/{worker._process.pid}")
+            while len(told) < 2:
+                await asyncio.sleep(0.02)
+        assert "another noisy account" in told[1]["problem"]
+        await workers.aclose()
 
 
 @pytest.mark.parametrize(

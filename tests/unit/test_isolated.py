@@ -98,12 +98,25 @@ with Sandbox.run(provider="local") as box:
     assert box.exec(["echo", "here"]).result().stdout.strip() == "here"
 """
 WORKER = """
-import os, subprocess
+import json, socket, subprocess
 from lowtide import isolated
+from lowtide.lifecycle.guardian_link import DirectoryAddress
 from lowtide.machine import home
+door = socket.socket(socket.AF_UNIX)
+with DirectoryAddress(home()) as address: door.bind(address)
+door.listen()
+door.settimeout(120)
 command = isolated.command("lowtide.lifecycle.guardian_workers", str(home()), "e2b", "nobody")
-done = subprocess.run(command, input=b'{"renew": "none", "number": 1}\\n', capture_output=True, timeout=120)
-assert b'"number": 1' in done.stdout, done
+worker = subprocess.Popen(command)
+link, _ = door.accept()
+link.settimeout(120)
+lines = link.makefile("rb")
+assert "worker" in json.loads(lines.readline())
+assert "refused" in json.loads(lines.readline())  # once everything is loaded
+link.sendall(b'{"renew": "none", "number": 1}\\n')
+assert json.loads(lines.readline())["number"] == 1
+link.sendall(b'{"leave": true}\\n')
+assert worker.wait(120) == 0
 """
 EMULATOR = """
 from lowtide import emulators

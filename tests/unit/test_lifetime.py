@@ -42,6 +42,13 @@ def test_what_outlives_this_machine_has_an_end_from_the_start(name: str) -> None
     assert row.expires_at == spec.lifetime_seconds
 
 
+@pytest.mark.parametrize("name", sorted(registry.known()))
+def test_a_lost_create_is_looked_for_as_long_as_is_documented(name: str) -> None:
+    """docs/what-if-my-process-dies.md. No less than a request to the service may take."""
+    provider: Any = registry.provider_class(name)
+    assert provider.traits.create_window_seconds == (60.0 if provider.traits.outlives_machine else 2.0)
+
+
 def test_beside_a_renewed_lifetime_the_fixed_end_is_what_was_asked_for_or_the_default() -> None:
     provider: Any = registry.provider_class("kubernetes")
     for asked, renewed, fixed in (

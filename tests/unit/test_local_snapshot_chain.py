@@ -85,10 +85,27 @@ def test_joined_layers_show_what_they_showed(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("nothing_kept")
 def test_more_snapshots_on_each_other_than_a_mount_can_hold() -> None:
-    snapshot_id = chain([f"echo {n} >/root/{n}; rm -f /root/{n - 3}" for n in range(70)])
+    """In directories that lowtide makes in each layer, because this Python is below them, and in those that it does not."""
+    places = ("/root", "/srv", "/tmp/new", "/")
+    steps = [
+        "; ".join(f"mkdir -p {at}; echo {n} >{at}/{n}; rm -f {at}/{n - 3}" for at in places)
+        for n in range(70)
+    ]
+    before = _listed(None, places)  # with what leads to this Python: a virtual environment may be in /root
+    after = _listed(chain(steps), places)
+    for at in places:
+        assert after[at] == sorted([*before[at], "67", "68", "69"]), at
+
+
+def _listed(snapshot_id: str | None, places: tuple[str, ...]) -> dict[str, list[str]]:
     with Sandbox.run(provider="local", snapshot=snapshot_id) as sandbox:
-        files = sandbox.exec(["sh", "-c", "cd /root; ls; cat 67 68 69"], check=True).result(SECONDS)
-    assert files.stdout.split() == ["67", "68", "69"] * 2
+        found = {}
+        for at in places:
+            for name in ("67", "68", "69") if snapshot_id else ():
+                assert sandbox.read_file(f"{at}/{name}").result(SECONDS) == f"{name}\n".encode()
+            listed = sandbox.exec(["sh", "-c", f"mkdir -p {at}; ls -A {at}"], check=True).result(SECONDS)
+            found[at] = sorted(listed.stdout.split())
+        return found
 
 
 @pytest.mark.usefixtures("nothing_kept")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import sqlite3
@@ -192,10 +193,62 @@ def test_a_renamed_machine_is_the_same_machine() -> None:
 
 
 @pytest.mark.skipif(not machine.machine_number(), reason="this machine has no number, only a name")
-def test_another_machine_and_another_boot() -> None:
+def test_another_machine_and_another_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     me = Owner.current()
     assert replace(me, machine_id="another").alive() is None
-    assert replace(me, boot_id="another").verdict().standing is Standing.RESTARTED
+    monkeypatch.setenv("LOWTIDE_HOME", str(tmp_path))
+    other = replace(me, boot_id="another")
+    assert other.verdict().standing is Standing.PERHAPS_RESTARTED  # nothing tells
+    lock = tmp_path / machine.boot_lock_name("another")
+    with open(lock, "w") as held:
+        fcntl.flock(held, fcntl.LOCK_SH)
+        assert other.verdict().standing is Standing.UNKNOWN
+        assert "same machine-id" in other.verdict().why
+    assert other.verdict().standing is Standing.RESTARTED
+    machine.remove_ended_boots(tmp_path, {"another"})
+    assert lock.exists()
+    machine.remove_ended_boots(tmp_path, ())
+    assert not lock.exists()
+
+
+def test_a_process_holds_its_boot_until_it_ends(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from lowtide import machine\n"
+        "machine.hold_boot(Path(sys.argv[1])); print(machine.boot_id(), flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        boot = process.stdout.readline().strip()
+        assert machine.boot_is_over(boot, tmp_path) is False
+        process.kill()
+    assert machine.boot_is_over(boot, tmp_path) is True
+
+
+@pytest.mark.parametrize(
+    ("filesystem", "shared"),
+    [
+        ("ext4 /dev/sda1 rw", True),
+        ("nfs4 server:/home rw,local_lock=none", True),
+        ("nfs server:/home rw,nolock,local_lock=all", False),
+        ("virtiofs home rw", False),
+        ("fuse.sshfs server: rw", False),
+    ],
+)
+def test_a_free_lock_is_evidence_only_where_other_machines_would_see_it(
+    filesystem: str, shared: bool
+) -> None:
+    mounts = (
+        "1 0 8:1 / / rw - ext4 /dev/root rw\n"
+        f"2 1 0:40 / /srv/a\\040home rw shared:1 - {filesystem}\n"
+        "3 1 0:41 / /srv/a rw - ext4 /dev/other rw\n"
+    )
+    assert machine.locks_are_shared(Path("/srv/a home/me"), mounts) is shared
+    assert machine.locks_are_shared(Path("/srv/ahome"), mounts)
 
 
 FIRST_VERSION = """
@@ -220,7 +273,7 @@ A_ROW = (
 
 
 def test_a_ledger_of_the_first_version_is_brought_along(tmp_path: Path) -> None:
-    """Its rows stay: a living owner's is seen to live, a dead one's is not proven dead, an old boot's is over."""
+    """Its rows stay: a living owner's is seen to live, a dead one's is not proven dead, an old boot's may be."""
     me = Owner.current()
     host = f"{me.host}.{machine.machine_number()[:12]}"
     db = sqlite3.connect(tmp_path / "ledger.db")
@@ -238,7 +291,7 @@ def test_a_ledger_of_the_first_version_is_brought_along(tmp_path: Path) -> None:
         assert by_id == {
             "one": Standing.ALIVE,
             "two": Standing.UNKNOWN,
-            "three": Standing.RESTARTED,
+            "three": Standing.PERHAPS_RESTARTED,
             "four": Standing.UNKNOWN,
         }
     # A process of that version goes on writing.
@@ -266,3 +319,15 @@ def test_a_forked_child_with_its_parents_number_in_another_namespace_is_another_
     place = ("unshare", "--pid", "--mount-proc", "--fork", "--kill-child")
     done = subprocess.run([*place, sys.executable, "-c", program], timeout=60)
     assert done.returncode == 0
+
+
+def test_a_program_that_changes_its_directory_has_one_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path)
+    environ = {"LOWTIDE_HOME": f"relative-{tmp_path.name}"}
+    first = machine.state_directory(environ)
+    assert first == tmp_path / environ["LOWTIDE_HOME"]
+    monkeypatch.chdir(tmp_path / "below")
+    assert machine.state_directory(environ) == first

@@ -30,6 +30,7 @@ COMMANDS = {
     "mcp": "Serve sandboxes as tools to an MCP client.",
     "emulate": "Serve providers' own protocols on this machine (e2b, daytona, runloop, coreweave, modal).",
     "sweep": "Find orphans and end those that may be ended.",
+    "forget": "Settle a lease whose account can no longer be asked.",
     "adopt": "Keep a sandbox alive beyond its owner, until a time.",
     "history": "What happened to a sandbox, step by step.",
     "report": "Sandboxes, hours, estimated costs, and what clean-up saved.",
@@ -105,12 +106,10 @@ def run() -> NoReturn:
     except BrokenPipeError:
         code = _reader_left()
     except BaseException as error:
+        from lowtide.cli.failures import explain, print_traceback
+
         if debug and isinstance(error, Exception) and not isinstance(error, click.ClickException):
-            import traceback
-
-            traceback.print_exc()
-        from lowtide.cli.failures import explain
-
+            print_traceback(error)
         line, code = explain(error)
         if line:
             print(f"lowtide: {line}", file=sys.stderr)

@@ -110,6 +110,18 @@ def _own() -> Iterator[Finding]:
         why=f"{len(orphans)} sandboxes whose owner is dead",
         fix="lowtide sweep",
     )
+    kept_aside = sorted(
+        path.name for path in path.glob("ledger.db.damaged-*") if path.suffix[-4:] not in ("-wal", "-shm")
+    )
+    if kept_aside:
+        yield Finding(
+            about="lowtide",
+            name="ledger kept aside",
+            ok=False,
+            why=f"the ledger was damaged, or its log was deleted; it is kept as {', '.join(kept_aside)} in {path}. A new "
+            "one has what the guardian and the owners remembered",
+            fix="look for sandboxes without a lease with: lowtide sweep --all-ledgers --provider NAME; then delete it",
+        )
     guardian = ask_guardian()
     running = (
         f"runs as {guardian['pid']}"
@@ -117,6 +129,10 @@ def _own() -> Iterator[Finding]:
         else "not running; it comes with the first sandbox"
     )
     yield Finding(about="lowtide", name="guardian", ok=True, why=running)
+    for note in guardian["notes"]:
+        yield Finding(
+            about="lowtide", name="guardian's note", ok=False, why=note, fix=f"see {guardian['log']}"
+        )
 
 
 def _provider(name: str, *, tried: bool) -> Iterator[Finding]:

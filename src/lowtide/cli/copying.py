@@ -78,8 +78,11 @@ def _tar_input() -> Iterator[bytes]:
             raise OSError(errno.EINVAL, f"what came is not whole: {error}", "standard input") from error
 
 
-def copy_out(sandbox: str, path: str, target: str, *, provider: str | None, quiet: bool) -> None:
-    """A file appears under its name only when it is complete."""
+def copy_out(
+    sandbox: str, path: str, target: str, *, provider: str | None, quiet: bool, max_bytes: int | None = None
+) -> None:
+    """A file appears under its name only when it is complete. A tar stream is not bounded: its reader decides."""
+    most = max_bytes or download.MAX_BYTES
     box = find_sandbox(sandbox, provider)
     there = _described(box, path)
     if there is None:
@@ -98,14 +101,15 @@ def copy_out(sandbox: str, path: str, target: str, *, provider: str | None, quie
         if into and not _is_content(path):
             local = local / name
         with bar(f"{there.name}/", None, quiet=quiet):
-            _tell(box.download(path, local).result())
+            _tell(box.download(path, local, max_bytes=most).result())
         return
     if into or target.endswith("/"):
         local = local / name
     # The size is only the bar's: a link's is its own, and a file may grow while it is read.
     total = there.size if there.kind is FileKind.FILE else None
     with bar(local.name, total, quiet=quiet) as moved:
-        _tell(_call(box, path, lambda p, i, at: download.download(p, i, at, os.path.abspath(local), moved)))
+        place = os.path.abspath(local)
+        _tell(_call(box, path, lambda p, i, at: download.download(p, i, at, place, moved, max_bytes=most)))
     if there.kind is FileKind.FILE and stat_is_file(local):
         os.chmod(local, there.mode & 0o777 & ~local_target.umask())
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
+
 import click
 
 from lowtide import errors
@@ -37,6 +40,27 @@ def explain(error: BaseException) -> tuple[str, int]:
     return one_line(
         f"{name}: {error}; this is a bug in lowtide: `lowtide --debug …` shows where"
     ), exit_codes.INFRASTRUCTURE
+
+
+def print_traceback(error: BaseException) -> None:
+    """Print where an error and its causes were raised, to standard error.
+
+    The words of a cause that is not lowtide's own are left out: an SDK that cannot read an answer quotes it, with the
+    variables of the sandbox in it.
+    """
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__
+    for one in reversed(chain):
+        kind = f"{type(one).__module__}.{type(one).__qualname__}"
+        shown = one is error or isinstance(one, errors.LowtideError | OSError)
+        print("Traceback (most recent call last):", file=sys.stderr)
+        traceback.print_tb(one.__traceback__)
+        print(f"{kind}: {one}" if shown else f"{kind} (an SDK's words are not shown)", file=sys.stderr)
+        if one is not error:
+            print("\nThe above exception was the direct cause of the following exception:\n", file=sys.stderr)
 
 
 def exit_code(error: errors.LowtideError) -> int:

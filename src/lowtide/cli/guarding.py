@@ -12,13 +12,16 @@ _ANSWER_SECONDS = 5.0
 
 
 def ask_guardian() -> dict[str, Any]:
-    """`running`, `pid`, `owners`, `ending`, `log`. No guardian is the normal state of an idle machine."""
+    """`running`, `pid`, `owners`, `ending`, `notes`, `version`, `installation`, `log`. No guardian is the normal state of an idle machine."""
     path = home()
     found: dict[str, Any] = {
         "running": False,
         "pid": None,
         "owners": [],
         "ending": [],
+        "notes": [],
+        "version": None,
+        "installation": None,
         "log": str(path / "guardian.log"),
     }
     link = connect(path)

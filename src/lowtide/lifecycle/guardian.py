@@ -2,7 +2,11 @@
 
 One per user, ledger and pid namespace. It leaves when there is nothing left that it can do; owners
 notice and start it again. It holds no truth of its own: everything it decides on is in the ledger, so
-it may be killed at any instant and the next one goes on.
+it may be killed at any instant and the next one goes on. What it has read last it remembers, in case the
+ledger is damaged or removed: then it writes that down again.
+
+It runs from the installation of whoever was first. Where that is deleted or replaced under it, it makes way
+for a guardian of the next owner whose installation is whole.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from lowtide import isolated, machine
+from lowtide._version import __version__
 from lowtide.errors import AuthenticationError, LowtideError
 from lowtide.lifecycle import clock, keep
 from lowtide.lifecycle.backoff import Retries
@@ -25,10 +31,11 @@ from lowtide.lifecycle.deadlines import Deadlines
 from lowtide.lifecycle.end import end_for_another
 from lowtide.lifecycle.guardian_socket import Links
 from lowtide.lifecycle.guardian_upkeep import Upkeep
-from lowtide.lifecycle.guardian_workers import Credentials, NoCredentials, Workers
+from lowtide.lifecycle.guardian_workers import Credentials, NoCredentials, Start, Workers
 from lowtide.lifecycle.keep import Decision, Fate
 from lowtide.lifecycle.lease import Lease, LeaseState, Outcome
-from lowtide.lifecycle.owner import Owner, Standing, Verdict
+from lowtide.lifecycle.ledger import OPEN_STATES
+from lowtide.lifecycle.owner import RESTARTS, UNPROVEN, Owner, Standing, Verdict
 from lowtide.lifecycle.owner_watch import OwnerWatch
 from lowtide.lifecycle.sqlite_ledger import SqliteLedger
 from lowtide.machine import machine_id
@@ -43,7 +50,11 @@ EXEC_SECONDS = (0.0, 0.1, 0.4, 1.5)
 STAY_SECONDS = 600.0
 """For a kept sandbox that is due within this the guardian stays, even if its provider ends it as well."""
 TERM_SECONDS = 20.0
-"""How long a terminated guardian may go on with what dead owners have left."""
+"""A terminated guardian is gone after this, whatever does not answer."""
+CLOSE_SECONDS = 5.0
+"""Of these, what it has for closing after it has given up what dead owners have left."""
+GIVE_UP_SECONDS = 86_400.0
+"""What has failed for so long does not keep the guardian. The next one, with the next owner, tries again."""
 END_SECONDS = 120.0
 AT_ONCE = 64
 
@@ -52,11 +63,20 @@ class Guardian:
     """The process's one guardian; runs until nothing is left to do."""
 
     def __init__(
-        self, path: Path, *, descriptors: int = 1024, leaves: Callable[[], None] = lambda: None
+        self,
+        path: Path,
+        *,
+        descriptors: int = 1024,
+        leaves: Callable[[], None] = lambda: None,
+        lock: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`leaves` is called once it looks at nothing any more: the next one may begin, whatever is left to tidy up."""
+        """`leaves` is called once it looks at nothing any more: the next one may begin, whatever is left to tidy up.
+
+        `lock` makes it the guardian of a state directory that was removed and made again; False: another one is.
+        """
         self.path = path
         self._leaves = leaves
+        self._lock = lock
         self.ledger = SqliteLedger(path / "ledger.db")
         self.ledger.replaced = self._ledger_replaced
         self.workers = Workers(path)
@@ -64,25 +84,49 @@ class Guardian:
         share = max(4, (descriptors - min(64, descriptors // 2)) // 2)
         self.watch = OwnerWatch(self._owner_died, descriptors=share)
         self.links = Links(
-            path, share, learn=self._learn, came=self._look_at, went=self._link_closed, status=self._status
+            path,
+            share,
+            learn=self._learn,
+            came=self._look_at,
+            worker=self.workers.serve,
+            went=self._link_closed,
+            status=self._status,
         )
         self.retries = Retries()
         self.deadlines = Deadlines()
         self.upkeep = Upkeep(self.ledger, self.workers, self.retries)
         self.open: list[Lease] = []
         self.ending: dict[str, asyncio.Task[None]] = {}
+        self.learned = 0
+        """How often owners have told of credentials that were new."""
         self.stuck: set[str] = set()
         """Leases that cannot be ended for want of credentials. They do not keep the guardian."""
+        self.failing: dict[str, float] = {}
+        """Leases whose end has failed, and since when, on the machine's clock."""
+        self.notes: list[str] = []
+        """What people should know of, for `lowtide guardian status` and `lowtide doctor`."""
+        self.starts: set[Start] = set()
+        """Of the owners that are linked."""
+        self.makes_way = False
         self.rooms: dict[tuple[str, str], asyncio.Semaphore] = {}
         """Per account: a service that does not answer holds up nobody else's sandboxes."""
         self.idle_since: float | None = None
+        self.unreadable_since: float | None = None
         self.terminated_at: float | None = None
         self.changed = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self) -> None:
         await self.links.open()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._terminated)
+        loop = asyncio.get_running_loop()
+        before = signal.signal(signal.SIGTERM, lambda *_: self._on_sigterm(loop))
+        try:
+            await self._watch()
+        finally:
+            if self.terminated_at is None:
+                signal.signal(signal.SIGTERM, before)
+
+    async def _watch(self) -> None:
         point("guardian:listening")
         log.info("guardian %d watches %s", os.getpid(), self.path)
         gc.collect()
@@ -95,7 +139,10 @@ class Guardian:
         self.links.close()
         self._leaves()
         self.watch.close()
-        await self.workers.aclose(await self._accounts())
+        if self.makes_way and self.ending:
+            await asyncio.wait(self.ending.values(), timeout=TERM_SECONDS)
+        done = not self.makes_way and self.terminated_at is None
+        await self.workers.aclose(await self._accounts(), leave=done)
         log.info("guardian %d leaves: %s", os.getpid(), self._why_it_leaves())
 
     async def _accounts(self) -> list[tuple[str, str]]:
@@ -113,10 +160,16 @@ class Guardian:
     async def _look(self) -> bool:
         """One look at the ledger. False when it is time to leave."""
         nothing_known = not self.open and not len(self.links)
-        if not self.path.is_dir() or (nothing_known and not (self.path / "ledger.db").exists()):
+        if nothing_known and not (self.path / "ledger.db").exists():
             log.info("the ledger was removed")
             return False
+        if self._has_to_make_way():
+            return False
+        if self.ledger.damaged:  # seen by a write, while it can still be read
+            self._set_ledger_aside()
         try:
+            if not self.path.is_dir() and not await self._make_home_again():
+                return False
             self.open = await self.ledger.leases()
             verdicts = {owner: self.watch.look(owner) for owner in {lease.owner for lease in self.open}}
             for lease in self.open:
@@ -127,8 +180,11 @@ class Guardian:
             if self.retries.due("ledger"):
                 log.warning("%s", error)
                 self.retries.failed("ledger")
-            return not self._out_of_time()
+            if self.ledger.damaged:
+                self._set_ledger_aside()
+            return not self._out_of_time() and not self._gives_ledger_up()
         self.retries.succeeded("ledger")
+        self.unreadable_since = None
         if self.terminated_at is not None:
             return await self._goes_on_though_terminated(verdicts)
         if self.ending or len(self.links) or any(self._needed_by(lease, verdicts) for lease in self.open):
@@ -138,21 +194,37 @@ class Guardian:
         if self.idle_since is None:
             self.idle_since = now
             await self.upkeep.prune(now=True)
+            machine.remove_ended_boots(self.path, {lease.owner.boot_id for lease in self.open})
             return True
         return now - self.idle_since < IDLE_SECONDS
+
+    def _gives_ledger_up(self) -> bool:
+        """It could not be read for a day and no owner is linked. The next guardian, with the next owner, tries again."""
+        if self.unreadable_since is None:
+            self.unreadable_since = clock.seconds()
+        return not len(self.links) and clock.seconds() - self.unreadable_since > GIVE_UP_SECONDS
 
     def _needed_by(self, lease: Lease, verdicts: dict[Owner, Verdict]) -> bool:
         """Whether there is something left that this guardian can do for this lease."""
         if lease.lease_id in self.stuck or lease.owner.machine_id != machine_id():
             return False
-        if lease.state is LeaseState.KEPT:
-            return not self._ends_by_itself(lease)
+        since = self.failing.get(lease.lease_id)
+        if since is not None and clock.seconds() - since > GIVE_UP_SECONDS:
+            return False
         standing = verdicts[lease.owner].standing
+        if lease.state is LeaseState.KEPT:
+            return self._may_end_kept(lease, standing) and not self._ends_by_itself(lease)
         if standing is Standing.UNKNOWN and not lease.owner.here:
             return False  # in another container: it cannot be seen from here
-        if standing is Standing.RESTARTED and self.workers.outlives_machine(lease):
+        if standing in RESTARTS and self.workers.outlives_machine(lease):
             return lease.lifetime_seconds is not None  # else its provider ends it, and nobody renews it
-        return True
+        return standing is not Standing.PERHAPS_RESTARTED
+
+    def _may_end_kept(self, lease: Lease, standing: Standing) -> bool:
+        """Whether it can be ended from here: a local one only on its own machine, in its own container."""
+        if lease.owner.machine_id != machine_id():
+            return False
+        return lease.owner.here or standing not in UNPROVEN or self.workers.outlives_machine(lease)
 
     def _ends_by_itself(self, lease: Lease) -> bool:
         """A kept one that is not due soon and whose provider ends it no later than we would."""
@@ -165,12 +237,15 @@ class Guardian:
     def _forget_the_settled(self) -> None:
         known = {lease.lease_id for lease in self.open}
         self.stuck &= known
+        self.failing = {one: since for one, since in self.failing.items() if one in known}
+        self.starts = {start for start in self.starts if not start.closed}
         self.watch.only({lease.owner for lease in self.open})
         accounts = {(lease.provider, lease.account) for lease in self.open}
         self.rooms = {account: room for account, room in self.rooms.items() if account in accounts}
         self.retries.only(known | {"renew " + one for one in known} | {"ask " + one for one in known})
         self.deadlines.only(known)
         self.upkeep.only(known)
+        self.workers.only(accounts)
 
     # Owners.
 
@@ -206,13 +281,15 @@ class Guardian:
         here = verdict.standing is not Standing.UNKNOWN or lease.owner.here
         if lease.state is LeaseState.KEPT:
             due = lease.kept_until is not None and (self.deadlines.left(lease.lease_id, lease.kept_until) < 0)
-            seen = here or (lease.owner.machine_id == machine_id() and self.workers.outlives_machine(lease))
-            if due and seen:
+            if due and self._may_end_kept(lease, verdict.standing):
                 self._end(lease, Decision(Fate.DESTROY, "kept until now"), None)
         elif not here:
             return
-        elif verdict.standing is Standing.RESTARTED and self.workers.outlives_machine(lease):
-            self._in_background(self._end_if_nobody_renews(lease))
+        elif verdict.standing in RESTARTS and self.workers.outlives_machine(lease):
+            if self.upkeep.ask_due(lease):
+                self._in_background(self._end_if_nobody_renews(lease))
+        elif verdict.standing is Standing.PERHAPS_RESTARTED:
+            return
         elif verdict.standing in (Standing.DEAD, Standing.RESTARTED):
             self._end(lease, _after_death(lease), lease.owner)
         elif lease.state is LeaseState.ENDING and lease.attempts:
@@ -225,8 +302,19 @@ class Guardian:
 
     async def _end_if_nobody_renews(self, lease: Lease) -> None:
         """After a restart or in a clone: the provider's own expiry tells whether somebody goes on with it."""
-        why = await self.upkeep.abandoned(lease)
-        if why is not None:
+        known = self.learned
+        try:
+            why = await self.upkeep.abandoned(lease)
+        except (NoCredentials, AuthenticationError):
+            if self.learned == known:
+                self.stuck.add(lease.lease_id)
+            return
+        except Exception:  # it has said so
+            self.failing.setdefault(lease.lease_id, clock.seconds())
+            return
+        if why is None:
+            self.failing.pop(lease.lease_id, None)
+        else:
             self._end(lease, Decision(_after_death(lease).fate, why), lease.owner)
 
     def _end(self, lease: Lease, decision: Decision, owner: Owner | None) -> None:
@@ -242,18 +330,23 @@ class Guardian:
         task.add_done_callback(ended)
 
     async def _end_one(self, lease: Lease, decision: Decision, owner: Owner | None) -> None:
+        known = self.learned
         try:
             async with self.rooms.setdefault((lease.provider, lease.account), asyncio.Semaphore(AT_ONCE)):
                 outcome, why = await self.workers.with_any_key(
                     lease, lambda account: self._end_with(account, lease, decision, owner)
                 )
         except NoCredentials as error:
+            if self.learned != known:  # an owner told of some meanwhile: perhaps with its last message
+                return
             self.stuck.add(lease.lease_id)
             outcome, why = Outcome.FAILED, str(error)
         except Exception as error:
             outcome, why = Outcome.FAILED, str(error) or type(error).__name__
         again = ""
         if outcome is Outcome.FAILED:
+            self.ledger.suspect(why)
+            self.failing.setdefault(lease.lease_id, clock.seconds())
             wait = self.retries.failed(lease.lease_id)
             # A moment later, so that it is due by then; else the next look would be the regular one.
             asyncio.get_running_loop().call_later(wait + 0.05, self.changed.set)
@@ -261,6 +354,7 @@ class Guardian:
         else:
             self.retries.succeeded(lease.lease_id)
             self.stuck.discard(lease.lease_id)
+            self.failing.pop(lease.lease_id, None)
         log.info(
             "lease %s (%s %s): %s: %s%s",
             lease.lease_id,
@@ -286,25 +380,109 @@ class Guardian:
 
     # What comes from outside.
 
-    def _learn(self, credentials: Credentials) -> None:
-        if not self.workers.learn(credentials):
+    def _learn(self, credentials: Credentials, start: Start) -> None:
+        self.starts.add(start)
+        if not isolated.intact():
+            self.changed.set()
+        if not self.workers.learn(credentials, start):
             return
-        for lease in self.open:  # what failed without them may work with them
-            if lease.provider == credentials.name:  # its account, or the new key to it
-                self.retries.succeeded(lease.lease_id)
-                self.stuck.discard(lease.lease_id)
+        self.learned += 1
+        # What failed without them may work with them: leases of that account, or of another one that has a new key. Those
+        # that are stuck may be younger than the last look at the ledger.
+        again = {lease.lease_id for lease in self.open if lease.provider == credentials.name} | self.stuck
+        for lease_id in again:
+            self.retries.succeeded(lease_id)
+            self.retries.succeeded("ask " + lease_id)
+        self.stuck.clear()
         self.changed.set()
 
+    # The installation, the ledger or the whole state directory is taken away.
+
+    def _has_to_make_way(self) -> bool:
+        """Whether this guardian's installation is gone and another one takes over, or nobody needs it any more.
+
+        It goes on without: what ends a sandbox was loaded when its owner came. But it can load nothing new, and later
+        owners are not to depend on it.
+        """
+        if isolated.intact():
+            return False
+        failed = [lease for lease in self.open if lease.lease_id in self.failing]
+        if any(start.intact and not start.closed for start in self.starts):
+            log.warning(
+                "the installation of this guardian was removed or replaced: it makes way for one of an owner's"
+            )
+        elif failed and len(failed) == len(self.open) and not self.ending and not len(self.links):
+            log.warning(
+                "the installation of this guardian was removed, and it cannot end %d leases: the next lowtide "
+                "process can, or `lowtide sweep`",
+                len(failed),
+            )
+        else:
+            return False
+        self.makes_way = True
+        return True
+
     def _ledger_replaced(self, unsettled: list[Lease] | None) -> None:
-        """Somebody removed the file, or put another in its place: what was open in it is written down again."""
+        """The file was removed, or another is in its place: what was open in it is written down again."""
         leases = self.open if unsettled is None else unsettled
-        log.warning("the ledger was removed or replaced: writing %d open leases again", len(leases))
+        self._note(f"the ledger was removed or replaced: writing {len(leases)} open leases again")
         self._in_background(self.ledger.restore(leases))
         self.links.tell({"ledger": "replaced"})
 
+    def _set_ledger_aside(self) -> None:
+        """It is damaged: keep it under another name, and begin a new one with what is known here."""
+        try:
+            aside = self.ledger.set_aside()
+        except LowtideError as error:
+            log.warning("%s", error)
+            return
+        if aside is not None:
+            self._note(
+                f"the ledger was damaged and is now {aside}; a new one has the leases that the guardian and the owners "
+                "remember. Settled leases and their history are only in the old file"
+            )
+        self.changed.set()
+
+    async def _make_home_again(self) -> bool:
+        """The state directory was removed. With nothing left to look after, that is the end of it."""
+        unsettled = self.ledger.unsettled()  # of the removed file, which is still open here
+        leases = self.open if unsettled is None else unsettled
+        verdicts = {lease.owner: lease.owner.verdict() for lease in leases}
+        if not any(lease.state in OPEN_STATES and self._needed_by(lease, verdicts) for lease in leases):
+            log.info("the state directory was removed")
+            return False
+        self.open = [lease for lease in leases if lease.state in OPEN_STATES]
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            machine.hold_boot(self.path)
+            mine = self._lock()
+            self.ledger.follow()
+            await asyncio.gather(*self._tasks)  # they write the rows
+            if mine:
+                await self.links.open()
+        except OSError as error:
+            log.warning("the state directory %s cannot be made again: %s", self.path, error)
+            return not self._out_of_time()
+        self._note(f"the state directory was removed: made again with {len(self.open)} open leases")
+        return mine  # else another guardian is there, and has the rows now
+
+    def _note(self, text: str) -> None:
+        log.warning("%s", text)
+        self.notes = [*self.notes[-19:], text]
+
+    # The end.
+
+    def _on_sigterm(self, loop: asyncio.AbstractEventLoop) -> None:
+        """By the interpreter, in whatever it is doing: the kernel's alarm ends what does not come to an end."""
+        if self.terminated_at is None:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, TERM_SECONDS)
+        loop.call_soon_threadsafe(self._terminated)
+
     def _terminated(self) -> None:
-        log.info("guardian %d was told to end: finishing what dead owners have left", os.getpid())
-        self.terminated_at = clock.seconds()
+        if self.terminated_at is None:
+            log.info("guardian %d was told to end: finishing what dead owners have left", os.getpid())
+            self.terminated_at = clock.seconds()
         self.changed.set()
 
     async def _goes_on_though_terminated(self, verdicts: dict[Owner, Verdict]) -> bool:
@@ -320,14 +498,18 @@ class Guardian:
         if not busy:
             return False
         if self._out_of_time():
-            log.warning("not finished in %g s: %d leases are left to the next", TERM_SECONDS, len(left))
+            log.warning("not finished in time: %d leases are left to the next", len(left))
             return False
         return True
 
     def _out_of_time(self) -> bool:
-        return self.terminated_at is not None and clock.seconds() - self.terminated_at > TERM_SECONDS
+        return self.terminated_at is not None and (
+            clock.seconds() - self.terminated_at > TERM_SECONDS - CLOSE_SECONDS
+        )
 
     def _why_it_leaves(self) -> str:
+        if self.makes_way:
+            return "its installation is gone"
         if self.terminated_at is not None:
             return "it was told to end; owners that live start another"
         if self.stuck:
@@ -342,6 +524,9 @@ class Guardian:
             "pid": os.getpid(),
             "owners": sorted(owner.pid for owner in self.watch.owners()),
             "ending": sorted(self.ending),
+            "version": __version__,
+            "installation": isolated.installation(),
+            "notes": [*self.notes, *(f"{name}: {why}" for (name, _), why in self.workers.problems.items())],
         }
 
     def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
@@ -350,6 +535,7 @@ class Guardian:
                 await work
             except Exception as error:
                 log.warning("guardian: %s", error)
+                self.changed.set()
 
         task = asyncio.ensure_future(carefully())
         self._tasks.add(task)

@@ -3,18 +3,24 @@
 Nothing here is waited for: the row in the ledger is what makes a sandbox safe, and a guardian that
 comes up later reads it. Credentials go over the private socket, only to a process of the same user,
 and stay in the guardian's memory.
+
+The guardian may come from another installation, environment or network than this process: whoever was
+first has started it. So each owner announces its own with its credentials, and the process that talks to
+a provider for the guardian (the worker of an account) is started by the owner, when the guardian asks
+for one: with the owner's interpreter, packages, environment and network namespace.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
 import signal
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,14 +32,24 @@ from lowtide.providers.base import Provider
 
 log = logger.get("lowtide.guardian")
 
+PROTOCOL = 2
+"""Of the messages on the socket. Part of the socket's and the lock's name, so that owners and guardians of different
+protocols, from installations of different versions, never meet: each has its own guardian."""
 MESSAGE_BYTES = 1 << 20
 """The longest message either end takes: one account with its environment."""
+WORKER = "lowtide.lifecycle.guardian_workers"
 LOG = "guardian.log"
 PATIENCE_SECONDS = 0.7
 """How long the first guardian launched may take before another is; each next one gets 1.6 times as long."""
+UP_SECONDS = 5.0
+"""A guardian is up within a fraction of a second. After this the user is warned; it is tried on meanwhile."""
+REAP_SECONDS = (0.3, 2.0)
+"""When to look whether a worker could be started; then with every look at the leases."""
 LAUNCHES = 6
-"""After so many that did not come up (about 18 s) the person is told, and it is left alone for a while."""
+"""After so many that did not come up (about 18 s) it is left alone for a while."""
 AGAIN_SECONDS = 300.0
+_MOST_SAID = 20
+"""Different problems that a process is warned of."""
 
 
 @dataclass(slots=True)
@@ -47,6 +63,8 @@ class GuardianLink:
     _socket: socket.socket | None = None
     _linking: asyncio.Task[None] | None = None
     _launched: int | None = None
+    _workers: dict[int, str] = field(default_factory=dict)
+    """Launchers of workers, until they are reaped, and their providers."""
     _unsent: bytearray = field(default_factory=bytearray)
     _unread: bytearray = field(default_factory=bytearray)
     _again_at: float = 0.0
@@ -58,6 +76,7 @@ class GuardianLink:
         The guardian is launched before the intent is written, so there is no instant with a row
         and nobody who will look at it.
         """
+        machine.hold_boot(self.path)
         key, environ = (provider.name, provider.account), provider.credentials()
         known = self._providers.get(key) == environ
         self._providers[key] = environ
@@ -74,6 +93,9 @@ class GuardianLink:
 
     def look_again(self) -> None:
         """While leases are held: what could not be started for want of a process may be possible by now."""
+        if self.path.is_dir():
+            machine.hold_boot(self.path)
+        self._reap_workers()
         unlinked = self._providers and self._socket is None and self._linking is None
         if unlinked and asyncio.get_running_loop().time() >= self._again_at:
             self._come_up()
@@ -94,7 +116,7 @@ class GuardianLink:
         """Until connected: launch and try. A launched guardian is up within a fraction of a second."""
         loop = asyncio.get_running_loop()
         patience = PATIENCE_SECONDS
-        again_at = loop.time() + patience
+        again_at, late_at = loop.time() + patience, loop.time() + UP_SECONDS
         try:
             for _ in range(LAUNCHES):
                 while loop.time() < again_at:
@@ -102,17 +124,25 @@ class GuardianLink:
                     self._reap()
                     if self._try_to_connect():
                         return
+                    if loop.time() > late_at:
+                        self._say_not_up()
                 # It died on its way up, or the one before is only leaving.
                 self._launch()
                 patience *= 1.6
                 again_at = loop.time() + patience
             self._again_at = loop.time() + AGAIN_SECONDS
-            self._say_once(
-                f"the guardian does not come up (the reason may be in {self.path / LOG}); until it does, what a "
-                "crash of this process leaves is ended by the next lowtide process or by its provider's lifetime"
-            )
+            self._say_not_up()
         finally:
             self._linking = None
+
+    def _say_not_up(self) -> None:
+        if not self.path.is_dir():  # a temporary home that its program has deleted
+            return
+        self._say_once(
+            f"the guardian did not come up within {UP_SECONDS:g} s (the reason may be in {self.path / LOG}). Until it "
+            "does, what a crash of this process leaves is destroyed by the next lowtide process, by `lowtide sweep` or "
+            "by its provider's lifetime"
+        )
 
     def _try_to_connect(self) -> bool:
         link = connect(self.path)
@@ -127,22 +157,42 @@ class GuardianLink:
         self._unsent.clear()
         self._unread.clear()
         asyncio.get_running_loop().add_reader(link.fileno(), self._on_readable)
+        self._introduce()
         self._tell(list(self._providers))
         return self._socket is not None  # else it died in this moment
 
-    # What is said. Each message is one account; nothing is said twice on one link.
+    # What is said: how to start a process like this one, then a message per account. Nothing is said twice on one link.
+
+    def _introduce(self) -> None:
+        owner = Owner.current().as_dict()
+        start: dict[str, Any] = {
+            "network": machine.network_namespace(),
+            "installation": isolated.installation(),
+            "command": None,
+        }
+        with contextlib.suppress(MissingDependencyError):
+            start["command"] = isolated.command(WORKER, detached=True)
+        start["environ"] = dict(os.environ)
+        line = _line({"protocol": PROTOCOL, "owner": owner, "providers": [], "start": start})
+        if (
+            len(line) > MESSAGE_BYTES
+        ):  # then the guardian starts a worker with its own, if this process is gone
+            line = _line(
+                {"protocol": PROTOCOL, "owner": owner, "providers": [], "start": {**start, "environ": None}}
+            )
+        self._unsent += line
 
     def _tell(self, keys: list[tuple[str, str]]) -> None:
         owner = Owner.current().as_dict()
         for name, account in keys:
             provider = {"name": name, "account": account, "environ": self._providers[name, account]}
-            line = json.dumps({"owner": owner, "providers": [provider]}).encode() + b"\n"
+            line = _line({"protocol": PROTOCOL, "owner": owner, "providers": [provider]})
             if len(line) > MESSAGE_BYTES:
                 self._say_once(
                     f"the settings of {name} account {account} are longer than {MESSAGE_BYTES} bytes: the guardian "
                     "cannot be told them, and can end its sandboxes only with what is in its own environment"
                 )
-                line = json.dumps({"owner": owner, "providers": []}).encode() + b"\n"
+                line = _line({"protocol": PROTOCOL, "owner": owner, "providers": []})
             self._unsent += line
         self._send()
 
@@ -180,11 +230,56 @@ class GuardianLink:
     def _hear(self, message: dict[str, Any]) -> None:
         if message.get("ledger") == "replaced":
             self.ledger_replaced()
+        if "worker" in message:
+            self._start_worker(str(message["worker"]["name"]), str(message["worker"]["account"]))
+        if "problem" in message and len(self._said) < _MOST_SAID:
+            self._say_once(str(message["problem"]))
+        if "refused" in message:
+            self._say_once(f"the guardian refused this process: {message['refused']}")
+            self._let_go()
+            self._again_at = asyncio.get_running_loop().time() + AGAIN_SECONDS
         if message.get("full"):
             # It watches us by looking, and has no descriptor left for a link: no reason to start another.
             self._let_go()
             loop = asyncio.get_running_loop()
             self._again_at = loop.time() + AGAIN_SECONDS
+
+    def _start_worker(self, name: str, account: str) -> None:
+        """The process that talks to that account for the guardian: like this one, and no child of it."""
+        self._reap_workers()
+        told = self._providers.get((name, account))
+        if told is None:
+            return
+        try:
+            command = isolated.command(WORKER, str(self.path), name, account, detached=True)
+            launcher = spawn(command, worker_environ(os.environ, told, self.path), os.devnull)
+            self._workers[launcher] = name
+            for seconds in REAP_SECONDS:
+                asyncio.get_running_loop().call_later(seconds, self._reap_workers)
+            started = {"name": name, "account": account}
+            owner = Owner.current().as_dict()
+            self._unsent += _line({"protocol": PROTOCOL, "owner": owner, "providers": [], "started": started})
+            self._send()
+        except (MissingDependencyError, OSError, ValueError) as error:
+            self._say_once(
+                f"no process can be started that destroys the sandboxes of {name} if this one crashes: {error}. Then the "
+                "guardian tries from its own installation; else the provider's lifetime ends them"
+            )
+
+    def _reap_workers(self) -> None:
+        """A launcher exits as soon as its worker has detached from it."""
+        for pid, name in list(self._workers.items()):
+            with contextlib.suppress(ChildProcessError):  # the program waits for all its children
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended == 0:
+                    continue
+                if status:
+                    self._say_once(
+                        f"the process that destroys the sandboxes of {name} if this one crashes could not be started "
+                        f"(exit status {os.waitstatus_to_exitcode(status)}); is LOWTIDE_PYTHON, or the Python that "
+                        "runs here, complete?"
+                    )
+            del self._workers[pid]
 
     def _lost(self) -> None:
         """The guardian died or left. Start it again: we may hold leases."""
@@ -262,6 +357,11 @@ def peer_uid(link: socket.socket) -> int:
     return int(struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1])
 
 
+def peer_pid(link: socket.socket) -> int:
+    """The process on the other end; 0 where it has no number in this pid namespace."""
+    return int(struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+
+
 def socket_name() -> str:
     return f"guardian-{_view()}.sock"
 
@@ -271,8 +371,12 @@ def lock_name() -> str:
 
 
 def _view() -> str:
-    """Of this machine and pid namespace: a guardian protects those whose death it can see, and only those."""
-    return hashlib.sha256(f"{machine.machine_id()} {machine.namespace()}".encode()).hexdigest()[:8]
+    """Of this machine, boot and pid namespace: a guardian protects those whose death it can see, and only those.
+
+    And of the protocol, see `PROTOCOL`.
+    """
+    seen = f"{PROTOCOL} {machine.machine_id()} {machine.boot_id()} {machine.namespace()}"
+    return hashlib.sha256(seen.encode()).hexdigest()[:8]
 
 
 class DirectoryAddress:
@@ -292,12 +396,23 @@ class DirectoryAddress:
 def launch(path: Path) -> int:
     """Start a guardian, detached. Returns the launcher's pid. What stops it on its way up is in its log."""
     command = isolated.command("lowtide.lifecycle.guardian_process", str(path), detached=True)
-    environ = dict(os.environ)
+    return spawn(command, os.environ, path / LOG)
+
+
+def worker_environ(environ: Mapping[str, str], told: Mapping[str, str], path: Path) -> dict[str, str]:
+    """The environment of a worker: its owner's, with how that connects. What the owner has told as unset is unset."""
+    full = {**environ, **told, "LOWTIDE_HOME": str(path)}
+    return {name: value for name, value in full.items() if value or name not in told}
+
+
+def spawn(command: list[str], environ: Mapping[str, str], errors: str | Path) -> int:
+    """Start a detached process of lowtide's in a session of its own. Returns its launcher's pid."""
+    environ = dict(environ)
     environ.pop("LOWTIDE_CRASH_AT", None)
     if "LOWTIDE_GUARDIAN_CRASH_AT" in environ:
         environ["LOWTIDE_CRASH_AT"] = environ["LOWTIDE_GUARDIAN_CRASH_AT"]
-    null = os.open(os.devnull, os.O_RDWR)
-    errors = os.open(path / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    log_file = os.open(errors, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         launcher = threads.posix_spawn(
             command[0],
@@ -306,7 +421,7 @@ def launch(path: Path) -> int:
             file_actions=[
                 (os.POSIX_SPAWN_DUP2, null, 0),
                 (os.POSIX_SPAWN_DUP2, null, 1),
-                (os.POSIX_SPAWN_DUP2, errors, 2),
+                (os.POSIX_SPAWN_DUP2, log_file, 2),
             ],
             setsid=True,
             setsigmask=(),
@@ -315,5 +430,9 @@ def launch(path: Path) -> int:
         orphans.expect_from(launcher)
         return launcher
     finally:
-        os.close(errors)
+        os.close(log_file)
         os.close(null)
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"

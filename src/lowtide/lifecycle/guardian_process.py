@@ -14,7 +14,7 @@ import time
 from io import TextIOWrapper
 from pathlib import Path
 
-from lowtide import orphans
+from lowtide import machine, orphans
 from lowtide.errors import LowtideError
 from lowtide.lifecycle.crash_points import point
 from lowtide.lifecycle.guardian import Guardian
@@ -35,14 +35,16 @@ def main(path: str) -> None:
     orphans.adopt()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    lock = os.open(os.path.join(path, lock_name()), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    if not _is_the_one(lock, Path(path) / socket_name()):
+    os.environ["LOWTIDE_HOME"] = path
+    lock = _Lock(Path(path))
+    if not lock.wait():
         return
     point("guardian:locked")
     log_to(Path(path) / LOG)
+    machine.hold_boot(Path(path))
     descriptors = _raise_descriptor_limit()
     try:
-        guardian = Guardian(Path(path), descriptors=descriptors, leaves=lambda: os.close(lock))
+        guardian = Guardian(Path(path), descriptors=descriptors, leaves=lock.free, lock=lock.take)
         asyncio.run(guardian.run())
     except FileNotFoundError as error:  # the whole state directory was removed under us
         log.warning("guardian leaves: %s", error)
@@ -54,22 +56,54 @@ def main(path: str) -> None:
         sys.exit(1)
 
 
-def _is_the_one(lock: int, way_in: Path) -> bool:
-    """Whether this is the guardian from now on.
+class _Lock:
+    """The lock that makes a process the guardian of a state directory."""
 
-    One that has the lock and a way in is there for everybody. Without a way in it only comes up, or is leaving and
-    looks at nothing any more: whoever has started us may be dead before it is gone, so that is waited for.
-    """
-    deadline = time.monotonic() + TURN_SECONDS
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if way_in.exists() or time.monotonic() > deadline:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd: int | None = None
+
+    def wait(self) -> bool:
+        """Whether this is the guardian from now on.
+
+        One that has the lock and a way in is there for everybody. Without a way in it only comes up, or is leaving and
+        looks at nothing any more: whoever has started us may be dead before it is gone, so that is waited for.
+        """
+        deadline = time.monotonic() + TURN_SECONDS
+        fd = self._open()
+        while not _taken(fd):
+            if (self._path / socket_name()).exists() or time.monotonic() > deadline:
+                os.close(fd)
                 return False
             time.sleep(0.05)
-        else:
-            return True
+        self._fd = fd
+        return True
+
+    def take(self) -> bool:
+        """Now, if nobody has it. Of a state directory that was made again, the lock in there."""
+        fd = self._open()
+        if not _taken(fd):
+            os.close(fd)
+            return False
+        self.free()
+        self._fd = fd
+        return True
+
+    def _open(self) -> int:
+        return os.open(self._path / lock_name(), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def free(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def _taken(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def log_to(path: Path) -> None:

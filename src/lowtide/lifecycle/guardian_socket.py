@@ -1,4 +1,4 @@
-"""The guardian's end of the links: who owns, with which credentials; and the answer to how it is."""
+"""The guardian's end of its socket: owners with their credentials, workers, and the question how it is."""
 
 from __future__ import annotations
 
@@ -13,8 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lowtide.lifecycle.guardian_link import MESSAGE_BYTES, DirectoryAddress, peer_uid, socket_name
-from lowtide.lifecycle.guardian_workers import Credentials
+from lowtide.lifecycle.guardian_link import (
+    MESSAGE_BYTES,
+    PROTOCOL,
+    DirectoryAddress,
+    peer_uid,
+    socket_name,
+)
+from lowtide.lifecycle.guardian_workers import Credentials, Start
 from lowtide.lifecycle.owner import Owner
 
 log = logging.getLogger("lowtide.guardian")
@@ -27,8 +33,10 @@ class Links:
     path: Path
     most: int
     """So many may stay; who comes after that is heard, told so and let go."""
-    learn: Callable[[Credentials], None]
+    learn: Callable[[Credentials, Start], None]
     came: Callable[[Owner], None]
+    worker: Callable[[dict[str, Any], asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+    """Serves a worker's connection until it is closed."""
     went: Callable[[Owner], Awaitable[None]]
     status: Callable[[], dict[str, Any]]
     _owners: dict[asyncio.StreamWriter, Owner | None] = field(default_factory=dict)
@@ -41,6 +49,9 @@ class Links:
         return owner in self._owners.values()
 
     async def open(self) -> None:
+        """Listen. Again, where the directory was removed and made again: the links that there are stay."""
+        if self._server is not None:
+            self._server.close()
         with contextlib.suppress(FileNotFoundError):
             (self.path / socket_name()).unlink()
         with DirectoryAddress(self.path) as address:
@@ -61,7 +72,7 @@ class Links:
     def tell(self, message: dict[str, Any]) -> None:
         """Every owner that is linked."""
         for writer in list(self._owners):
-            writer.write(json.dumps(message).encode() + b"\n")
+            _write(writer, message)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if peer_uid(writer.get_extra_info("socket")) != os.geteuid():
@@ -70,15 +81,28 @@ class Links:
         full = len(self._owners) >= self.most
         self._owners[writer] = None
         owner: Owner | None = None
+        start = Start(tell=lambda message: _write(writer, message))
         try:
             while line := await reader.readline():
                 message: dict[str, Any] = json.loads(line)
                 if "status" in message:
-                    writer.write(json.dumps(self.status()).encode() + b"\n")
+                    _write(writer, self.status())
                     continue
+                if message.get("protocol") != PROTOCOL:
+                    _write(writer, {"refused": _other_protocol(message.get("protocol"))})
+                    await writer.drain()
+                    break
+                if "worker" in message:
+                    del self._owners[writer]
+                    await self.worker(message["worker"], reader, writer)
+                    break
                 owner = self._owners[writer] = Owner(**message["owner"])
+                if "start" in message:
+                    start = Start.of(message["start"], start.tell)
+                if "started" in message:
+                    start.started.add((message["started"]["name"], message["started"]["account"]))
                 for known in message["providers"]:
-                    self.learn(Credentials(**known))
+                    self.learn(Credentials(**known), start)
                 self.came(owner)
                 if full:
                     writer.write(b'{"full": true}\n')
@@ -86,7 +110,20 @@ class Links:
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("a link broke: %s", error)
         finally:
+            start.closed = True
             self._owners.pop(writer, None)
             writer.close()
         if owner is not None:
             await self.went(owner)
+
+
+def _write(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
+    if not writer.is_closing():
+        writer.write(json.dumps(message).encode() + b"\n")
+
+
+def _other_protocol(theirs: object) -> str:
+    return (
+        f"it speaks protocol {PROTOCOL} and was addressed in protocol {theirs}: two versions of lowtide share a state "
+        "directory. Use one version, or another LOWTIDE_HOME"
+    )

@@ -104,11 +104,14 @@ class Upkeep:
 
     # A hosted lease from before a restart.
 
-    async def abandoned(self, lease: Lease) -> str | None:
-        """Why nobody owns it any more; None while that is not proven."""
+    def ask_due(self, lease: Lease) -> bool:
+        """Whether it is time to ask its provider about it (again)."""
         now = clock.seconds()
-        if self._ask_at.get(lease.lease_id, 0.0) > now or not self._retries.due("ask " + lease.lease_id):
-            return None
+        return self._ask_at.get(lease.lease_id, 0.0) <= now and self._retries.due("ask " + lease.lease_id)
+
+    async def abandoned(self, lease: Lease) -> str | None:
+        """Why nobody owns it any more; None while that is not proven. Raises what asking its provider raises."""
+        now = clock.seconds()
         period = lease.lifetime_seconds
         self._ask_at[lease.lease_id] = now + min(ASK_SECONDS, (period or LEASE_SECONDS) / 4)
         try:
@@ -118,7 +121,7 @@ class Upkeep:
             log.warning(
                 "lease %s (%s): %s; asked again in %.0f s", lease.lease_id, lease.provider, error, wait
             )
-            return None
+            raise
         self._retries.succeeded("ask " + lease.lease_id)
         if sighting.testimony is Testimony.NOT_THERE:
             return "it is not there any more"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import random
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +34,8 @@ class LedgerFile:
         self.path = path
         self._pid = os.getpid()
         self._damaged: set[Any] = set()
+        self.damaged = False
+        """The last failure was that the file is no ledger any more. See `set_aside`."""
         self.replaced: Callable[[list[Lease] | None], None] = lambda _: None
         """Called when somebody has removed the file or put another in its place, once the new one is open: with
         what was not settled in the old one, which is still there for whoever has it open; None if it is damaged."""
@@ -49,7 +52,8 @@ class LedgerFile:
             self._db = sqlite3.connect(self.path, timeout=0.02, isolation_level=None, check_same_thread=False)
             os.chmod(self.path, 0o600)
             ledger_id = self._set_up(new_id)
-            self._file = _file(self.path)
+            self._file, self._logs = _file(self.path), self._log_files()
+            self.damaged = False
         except sqlite3.Error as error:
             raise self._error("open", error) from error
         except OSError as error:
@@ -57,24 +61,86 @@ class LedgerFile:
         return ledger_id
 
     def follow(self) -> None:
-        """Open what is at our path now, where that is another file than ours. One that is new keeps our id."""
-        if _file(self.path) == self._file or os.getpid() != self._pid:
+        """Open what is at our path now, where that is another file than ours. One that is new keeps our id.
+
+        A file whose log was deleted is put aside: processes that have the log open would write to one that no later
+        process reads, and at last over each other.
+        """
+        if os.getpid() != self._pid:
             return
-        # Never closed: SQLite would remove the log of the new file, which has the same name.
-        import ctypes
+        if _file(self.path) == self._file:
+            if None in self._logs or self._log_files() == self._logs:
+                return
+            self._put_aside()
+        self._open_again()
 
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._db))
-        unsettled = self._unsettled()
-        self.ledger_id = self._open(self.ledger_id)
-        self.replaced(unsettled)
+    def set_aside(self) -> Path | None:
+        """Keep a damaged file under another name and begin a new one with our id. Returns the new name.
 
-    def _unsettled(self) -> list[Lease] | None:
-        """What the file says last. Who kept, released or adopted what is known there better than in any memory."""
+        None where it is not damaged after all, or another process was first. Raises LedgerError.
+        """
+        if os.getpid() != self._pid:
+            return None
+        aside = None
+        if _file(self.path) == self._file and not self._is_sound():
+            aside = self._put_aside()
+        self._open_again()
+        return aside
+
+    def suspect(self, why: str) -> None:
+        """Another process failed with that: what it says of this file is reason enough to look. See `set_aside`."""
+        if str(self.path) in why and any(words in why for words in _DAMAGED):
+            self.damaged = True
+
+    def unsettled(self) -> list[Lease] | None:
+        """What the file says last, also if it was removed since. None where it cannot be read.
+
+        Who kept, released or adopted what is known there better than in any memory.
+        """
         try:
             rows = self._db.execute(f"{lease_rows.SELECT} WHERE state!='gone'").fetchall()
         except sqlite3.Error:
             return None
         return self._readable(rows)
+
+    def _open_again(self) -> None:
+        unsettled = self.unsettled()
+        before, mine = self._file, self._db
+        self.ledger_id = self._open(self.ledger_id)
+        # Never closed: SQLite would remove the log of the new file, which has the same name.
+        import ctypes
+
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mine))
+        if self._file != before:
+            self.replaced(unsettled)
+
+    def _is_sound(self) -> bool:
+        """Whether another connection can read it: then only ours is broken."""
+        try:
+            with contextlib.closing(sqlite3.connect(self.path, timeout=1.0)) as other:
+                other.execute("SELECT value FROM meta WHERE key='ledger_id'").fetchone()
+                return bool(other.execute("PRAGMA quick_check(1)").fetchone() == ("ok",))
+        except sqlite3.Error as error:
+            return _busy(error)
+
+    def _put_aside(self) -> Path | None:
+        """Rename our file with what there is of its log, and make an empty one. None: another process was first."""
+        aside = Path(f"{self.path}.damaged-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}")
+        try:
+            with _locked(self.path):
+                if _file(self.path) != self._file:
+                    return None
+                for rest in ("", "-wal", "-shm"):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.rename(f"{self.path}{rest}", f"{aside}{rest}")
+                _make(self.path)
+        except OSError as error:
+            raise LedgerError(f"cannot put the ledger {self.path} aside: {error.strerror}") from error
+        log.warning("the ledger %s was damaged, or its log was deleted: it is kept as %s", self.path, aside)
+        return aside
+
+    def _log_files(self) -> tuple[tuple[int, int] | None, ...]:
+        return _file(Path(f"{self.path}-wal")), _file(Path(f"{self.path}-shm"))
 
     def _set_up(self, new_id: str) -> str:
         deadline = time.monotonic() + self.busy_seconds
@@ -170,30 +236,45 @@ class LedgerFile:
 
     def _error(self, what: str, error: sqlite3.Error) -> LedgerError:
         text = str(error)
+        self.damaged = any(words in text for words in _DAMAGED)
         if "full" in text or "disk I/O" in text:
             advice = "free some disk space, or set LOWTIDE_HOME to another disk"
         elif "readonly" in text or "unable to open" in text:
             advice = "make it writable, or set LOWTIDE_HOME to a directory you can write"
-        elif "not a database" in text or "malformed" in text:
+        elif self.damaged:
             advice = "it is damaged: keep it, set LOWTIDE_HOME to a new directory, and run there for each provider: lowtide sweep --all-ledgers --provider NAME"
         else:
             advice = "if another process holds it, end that process"
         return LedgerError(f"cannot {what} the ledger {self.path}: {text}; {advice}", retryable=_busy(error))
 
 
-def _make_if_missing(path: Path) -> None:
-    """An empty file, without the log of one that was removed: processes that still hold that one share its log."""
-    if path.exists():
-        return
+_DAMAGED = ("not a database", "malformed", "no such table", "no such column", "unsupported file format")
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Else one process would remove what another has just made."""
     lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # else one process would remove what another has just made
-        if not path.exists():
-            for rest in ("-wal", "-shm"):
-                Path(f"{path}{rest}").unlink(missing_ok=True)
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
     finally:
         os.close(lock)
+
+
+def _make_if_missing(path: Path) -> None:
+    if path.exists():
+        return
+    with _locked(path):
+        if not path.exists():
+            _make(path)
+
+
+def _make(path: Path) -> None:
+    """An empty file, without the log of one that was removed: processes that still hold that one share its log."""
+    for rest in ("-wal", "-shm"):
+        Path(f"{path}{rest}").unlink(missing_ok=True)
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
 
 def _file(path: Path) -> tuple[int, int] | None:

@@ -26,8 +26,17 @@ class Standing(enum.StrEnum):
 
     ALIVE = "alive"
     DEAD = "dead"
-    RESTARTED = "restarted"  # its machine has another boot now: a restart, or this is a clone of it
+    RESTARTED = "restarted"  # its machine has another boot now, and nothing of its own boot runs any more
+    PERHAPS_RESTARTED = (
+        "perhaps-restarted"  # another boot now; a restart, or another machine with the same machine-id
+    )
     UNKNOWN = "unknown"
+
+
+RESTARTS = frozenset({Standing.RESTARTED, Standing.PERHAPS_RESTARTED})
+"""Of a hosted sandbox both mean the same: its provider is asked whether somebody still renews it."""
+UNPROVEN = frozenset({Standing.UNKNOWN, Standing.PERHAPS_RESTARTED})
+"""The owner may be alive, perhaps on another machine: there its local sandboxes are, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +62,8 @@ class Owner:
     image: str = field(compare=False)
     """Another one after every exec; empty where the kernel does not show it."""
     life: str
-    """Which import of lowtide in that process. Chosen at random, so it is another one after an exec too."""
+    """Which import of lowtide in that process, chosen at random; behind a colon, where the kernel shows it, what it gave
+    this program at its exec (`machine.RunningProcess.random`)."""
 
     @classmethod
     def current(cls) -> Owner:
@@ -73,11 +83,12 @@ class Owner:
     @property
     def here(self) -> bool:
         """On this machine, in this boot and pid namespace: then its death can be seen."""
-        return (
-            self.machine_id == machine.machine_id()
-            and self.boot_id == machine.boot_id()
-            and self.namespace == machine.namespace()
-        )
+        return self.same_boot and self.namespace == machine.namespace()
+
+    @property
+    def same_boot(self) -> bool:
+        """On this machine and in this boot; perhaps in another container."""
+        return self.machine_id == machine.machine_id() and self.boot_id == machine.boot_id()
 
     def replaced_by(self, other: Owner) -> bool:
         """Whether this one has made way for `other` by an exec: the same process, another program in it."""
@@ -85,16 +96,50 @@ class Owner:
             self.here
             and other.here
             and (self.pid, self.start_time) == (other.pid, other.start_time)
-            and bool(self.image and other.image)
-            and self.image != other.image
+            and not self._same_program(other.image, other.random)
         )
+
+    def _of_another_boot(self) -> Verdict:
+        process = f"process {self.pid}"
+        over = machine.boot_is_over(self.boot_id, machine.state_directory())
+        if over:
+            return Verdict(
+                Standing.RESTARTED, f"its owner, {process}, was running before this machine was restarted"
+            )
+        if over is False:
+            return Verdict(
+                Standing.UNKNOWN,
+                f"its owner, {process}, is on another machine ({self.host}) that has the same machine-id as this one",
+            )
+        return Verdict(
+            Standing.PERHAPS_RESTARTED,
+            f"its owner, {process}, was running before this machine was restarted, or runs on another machine with the "
+            "same machine-id: nothing in the state directory tells which",
+        )
+
+    @property
+    def random(self) -> str:
+        """Part of `life`, so that an earlier version, which compares that as a whole, still reads the row."""
+        return self.life.partition(":")[2]
+
+    def _same_program(self, image: str, random: str) -> bool:
+        """Whether the process that looks like this one still runs the program that wrote the row.
+
+        The kernel's random bytes decide where both sides have them. Where they cannot be read the addresses decide,
+        and an exec that the kernel puts into the same place (address randomisation is disabled) is not seen until the
+        process ends. What shows neither counts as the same: that is no proof of an end.
+        """
+        if self.random and random:
+            return self.random == random
+        return not self.image or not image or self.image == image
 
     def alive(self) -> bool | None:
         """True or False where it can be known from here, None where not (another machine, another container).
 
-        An owner on this machine from an earlier boot is dead.
+        An owner on this machine from an earlier boot is dead, once that boot is proven to be over.
         """
-        return {Standing.ALIVE: True, Standing.UNKNOWN: None}.get(self.verdict().standing, False)
+        standing = self.verdict().standing
+        return None if standing in UNPROVEN else standing is Standing.ALIVE
 
     def verdict(self) -> Verdict:
         """Whether it lives, as far as that can be told from here, and how that is known."""
@@ -106,9 +151,7 @@ class Owner:
                 Standing.UNKNOWN, f"which boot its owner, {process}, belongs to cannot be read here"
             )
         if self.boot_id != machine.boot_id():
-            return Verdict(
-                Standing.RESTARTED, f"its owner, {process}, was running before this machine was restarted"
-            )
+            return self._of_another_boot()
         if self.namespace and self.namespace != machine.namespace():
             return Verdict(
                 Standing.UNKNOWN,
@@ -122,7 +165,7 @@ class Owner:
                 f"its owner, {process}, could not be looked at ({error.strerror or error})",
             )
         if found is not None and found.start_time == self.start_time:
-            if not self.image or not found.image or found.image == self.image:
+            if self._same_program(found.image, found.random):
                 return Verdict(Standing.ALIVE, f"its owner, {process}, is alive")
             why = f"its owner, {process}, was replaced by exec"
         else:
@@ -147,7 +190,7 @@ def _this_owner() -> Owner:
         pid=os.getpid(),
         start_time=me.start_time,
         image=me.image,
-        life=_LIFE,
+        life=f"{_LIFE}:{me.random}" if me.random else _LIFE,
     )
 
 

@@ -22,7 +22,7 @@ from lowtide.lifecycle.end import end_lease
 from lowtide.lifecycle.keep import Decision, Fate
 from lowtide.lifecycle.lease import Lease, LeaseState, Outcome
 from lowtide.lifecycle.ledger import OPEN_STATES, Ledger
-from lowtide.lifecycle.owner import Standing
+from lowtide.lifecycle.owner import RESTARTS, UNPROVEN, Standing
 from lowtide.lifecycle.recover import another_account, is_shown
 from lowtide.providers.base import LABEL_PREFIX, Labels, Provider, SandboxInfo
 
@@ -163,11 +163,20 @@ class _Sweep:
         if lease.state is LeaseState.KEPT:
             if lease.kept_until is not None and lease.kept_until > now:
                 return f"it is kept for another {lease.kept_until - now:.0f} s"
+            verdict = lease.owner.verdict()
+            if verdict.standing in UNPROVEN and not (
+                lease.owner.same_boot or provider.traits.outlives_machine
+            ):
+                return Unseen(
+                    verdict.why
+                )  # a local one runs on its own machine, and cannot be ended from another
             return Decision(Fate.DESTROY, "the time it was kept for is over")
         verdict = lease.owner.verdict()
         if verdict.standing is Standing.UNKNOWN:
             return Unseen(verdict.why)
-        if verdict.standing is Standing.RESTARTED and provider.traits.outlives_machine:
+        if verdict.standing is Standing.PERHAPS_RESTARTED and not provider.traits.outlives_machine:
+            return Unseen(verdict.why)
+        if verdict.standing in RESTARTS and provider.traits.outlives_machine:
             return Unseen(f"{verdict.why}, or goes on in a copy of it")
         if verdict.standing is Standing.ALIVE:
             return verdict.why

@@ -10,9 +10,14 @@ from lowtide.cli.parameters import provider_option
 @click.command("cp", short_help="Copy files or directories into or out of a sandbox.")
 @provider_option
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
+@click.option(
+    "--max-bytes",
+    type=click.IntRange(min=1),
+    help="The most that a copy out of a sandbox writes here (default: 64 GiB).",
+)
 @click.argument("source", metavar="FROM")
 @click.argument("target", metavar="TO")
-def command(*, provider: str | None, quiet: bool, source: str, target: str) -> None:
+def command(*, provider: str | None, quiet: bool, max_bytes: int | None, source: str, target: str) -> None:
     """Copy FROM to TO; one of them is ID:/path in a sandbox.
 
     As `docker cp`: into a directory that is there FROM goes with its name, and FROM/. is what it holds; a TO that is
@@ -34,7 +39,7 @@ def command(*, provider: str | None, quiet: bool, source: str, target: str) -> N
     if to_sandbox is not None:
         copy_in(source, *to_sandbox, provider=provider, quiet=quiet)
     elif from_sandbox is not None:
-        copy_out(*from_sandbox, target, provider=provider, quiet=quiet)
+        copy_out(*from_sandbox, target, provider=provider, quiet=quiet, max_bytes=max_bytes)
 
 
 def _in_sandbox(text: str) -> tuple[str, str] | None:

@@ -20,7 +20,7 @@ def command() -> None:
 def status(*, as_json: bool) -> None:
     """Whether it runs, whom it watches, what it is ending, and where its log is."""
     from lowtide.cli.guarding import ask_guardian
-    from lowtide.cli.text import print_json
+    from lowtide.cli.text import one_line, print_json
 
     found = ask_guardian()
     if as_json:
@@ -35,5 +35,8 @@ def status(*, as_json: bool) -> None:
             print(f"  owner {pid}")
         for lease_id in found["ending"]:
             print(f"  ending {lease_id}")
+        for note in found["notes"]:
+            print(f"  note: {one_line(note)}")
+        print(f"version {found['version']} from {found['installation']}")
     if not as_json:
         print(f"log: {found['log']}")

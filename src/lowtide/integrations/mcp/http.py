@@ -45,11 +45,15 @@ _REST_SECONDS, _REST_BYTES = 1.0, 1 << 20
 _STRANGERS = 100
 """Connections without the token, at once: the oldest one makes way for a new one."""
 _HEAD_SECONDS = 10.0
-"""For a connection's first request with the token."""
+"""For a connection's next request with the token."""
+_BODY_SECONDS = 60.0
+"""For all of a request's body."""
 _ACCEPTED_AT_ONCE = 32
 """Connections that the loop takes before it looks after those it has."""
 _SESSIONS = 256
 """At once: each may have --max-sandboxes."""
+_TRUSTED = 2 * _SESSIONS
+"""Connections with the token, at once: an event stream and a request for each session."""
 
 
 @dataclass(slots=True)
@@ -66,49 +70,103 @@ class _Client:
         return self.open_requests == 0 and time.monotonic() - self.quiet_since >= patience
 
 
-class Strangers:
-    """Connections on which no request with the token has come yet: bounded in number and in time.
+@dataclass(slots=True)
+class _Open:
+    """One open connection. Its timer runs while there is no request on it."""
 
-    Each is a descriptor of the server's. Without the bounds, silent connections would leave none for the clients' own
-    sandboxes.
+    transport: asyncio.Transport
+    timer: asyncio.TimerHandle | None
+    trusted: bool = False
+    """Its last request had the token."""
+    at_work: bool = False
+    """A whole request came on it and is being answered."""
+
+
+class OpenConnections:
+    """Every open connection, bounded in number; and in time while it has no request with the token.
+
+    Each is a descriptor of the server's. Without the bounds, connections would leave none for the clients' own
+    sandboxes. Connections without the token and with it are counted apart, so that nobody without it takes a
+    client's place.
     """
 
     def __init__(self) -> None:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._most = min(_STRANGERS, limit // 4) if limit > 0 else _STRANGERS
-        self._connections: dict[Any, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}
+        self._open: dict[Any, _Open] = {}
+        self._trusted = 0
 
     def protocol(self) -> type[H11Protocol]:
-        """The HTTP protocol whose connections are strangers until `trust`."""
-        strangers = self
+        """The HTTP protocol whose connections are counted here."""
+        connections = self
 
         class Bounded(H11Protocol):
             def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
                 super().connection_made(transport)
-                strangers.add(self.client, transport)
+                connections.add(self.client, transport)
 
             def connection_lost(self, exc: Exception | None) -> None:
-                strangers.trust(self.client)
+                connections.remove(self.client)
                 super().connection_lost(exc)
 
         return Bounded
 
     def add(self, peer: Any, transport: asyncio.Transport) -> None:
-        if len(self._connections) >= self._most:
-            self._end(next(iter(self._connections)))
-        timer = asyncio.get_running_loop().call_later(_HEAD_SECONDS, self._end, peer)
-        self._connections[peer] = (transport, timer)
+        """A new connection. The oldest one without the token makes way where there are too many."""
+        if len(self._open) - self._trusted >= _at_most(_STRANGERS, 4):
+            self._end(next(peer for peer, one in self._open.items() if not one.trusted))
+        self._open[peer] = _Open(transport, self._timer(peer))
 
-    def trust(self, peer: Any) -> None:
-        """A request with the token came from there, or the connection has ended."""
-        known = self._connections.pop(peer, None)
-        if known is not None:
-            known[1].cancel()
+    def trust(self, peer: Any) -> bool:
+        """A request with the token began there. False: there are too many of those, and each is being answered.
+
+        Else the oldest one makes way on which nothing is.
+        """
+        one = self._open.get(peer)
+        if one is None:  # it has ended meanwhile
+            return True
+        if not one.trusted and self._trusted >= _at_most(_TRUSTED, 3):
+            idle = next((peer for peer, one in self._open.items() if one.trusted and not one.at_work), None)
+            if idle is None:
+                return False
+            self._end(idle)
+        self._trusted += not one.trusted
+        one.trusted = True
+        if one.timer is not None:
+            one.timer.cancel()
+            one.timer = None
+        return True
+
+    def work(self, peer: Any) -> None:
+        """The whole request came."""
+        if (one := self._open.get(peer)) is not None:
+            one.at_work = True
+
+    def rest(self, peer: Any) -> None:
+        """Its request was answered: it has so long to send another one."""
+        one = self._open.get(peer)
+        if one is not None and one.timer is None:
+            one.at_work = False
+            one.timer = self._timer(peer)
+
+    def remove(self, peer: Any) -> None:
+        one = self._open.pop(peer, None)
+        if one is not None:
+            self._trusted -= one.trusted
+            if one.timer is not None:
+                one.timer.cancel()
+
+    def _timer(self, peer: Any) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(_HEAD_SECONDS, self._end, peer)
 
     def _end(self, peer: Any) -> None:
-        transport, timer = self._connections.pop(peer)
-        timer.cancel()
+        transport = self._open[peer].transport
+        self.remove(peer)
         transport.abort()
+
+
+def _at_most(number: int, part: int) -> int:
+    """That many, or that part of the descriptors this process may have."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return min(number, limit // part) if limit > 0 else number
 
 
 class Clients:
@@ -119,7 +177,7 @@ class Clients:
     ) -> None:
         self._defaults, self._bounds, self._idle_seconds = defaults, bounds, idle_seconds
         self._token = token.encode()
-        self.strangers = Strangers()
+        self.connections = OpenConnections()
         self._clients: dict[str, _Client] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._server = make_server(self._connection_of, self._life)
@@ -137,7 +195,22 @@ class Clients:
             await _take_rest(receive)
             await _refuse(send)
             return
-        self.strangers.trust(scope.get("client"))
+        peer = scope.get("client")
+        if not self.connections.trust(peer):
+            await _take_rest(receive)
+            await _too_many(send)
+            return
+        if scope["method"] != "POST":  # it has no body
+            self.connections.work(peer)
+        try:
+            whole = _within(_BODY_SECONDS, receive, lambda: self.connections.work(peer))
+            await self._serve(scope, whole, send, headers)
+        finally:
+            self.connections.rest(peer)
+
+    async def _serve(
+        self, scope: Scope, receive: Receive, send: Send, headers: Mapping[bytes, bytes]
+    ) -> None:
         name = headers.get(SESSION_HEADER, b"").decode("latin-1")
         if scope.get("path") != "/mcp" or (not name and VERSION_HEADER not in headers):
             await self._app(scope, receive, self._opening(send))
@@ -274,7 +347,7 @@ def serve_http(
         ready(f"http://127.0.0.1:{listening.getsockname()[1]}/mcp")
         config = uvicorn.Config(
             clients,
-            http=clients.strangers.protocol(),
+            http=clients.connections.protocol(),
             ws="none",
             backlog=_ACCEPTED_AT_ONCE,
             log_level="warning",
@@ -296,9 +369,36 @@ async def _take_rest(receive: Receive) -> None:
                 taken += len(message.get("body", b""))
 
 
+def _within(seconds: float, receive: Receive, on_whole: Callable[[], None]) -> Receive:
+    """As `receive`; when the body takes longer than that, the client counts as gone. `on_whole`: all of it came."""
+    deadline = time.monotonic() + seconds
+    complete = False
+
+    async def bounded() -> Message:
+        nonlocal complete
+        if complete:
+            return await receive()
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                message = await receive()
+        except TimeoutError:
+            return {"type": "http.disconnect"}
+        if not message.get("more_body", False):
+            complete = True
+            on_whole()
+        return message
+
+    return bounded
+
+
 async def _refuse(send: Send) -> None:
     body = b'{"error": "the Authorization header must be: Bearer TOKEN; lowtide mcp --print-config shows it"}'
     await _answer(send, 401, body, (b"www-authenticate", b"Bearer"))
+
+
+async def _too_many(send: Send) -> None:
+    body = b'{"error": "this server has too many open connections: close some, or try again later"}'
+    await _answer(send, 503, body, (b"connection", b"close"), (b"retry-after", b"1"))
 
 
 async def _not_found(send: Send) -> None:

@@ -23,6 +23,7 @@ DEFAULT_IMAGE = "python:3.11"
 LIFETIME_SECONDS = 86_400
 """The fixed end of one that nobody gave a lifetime: a day. The short one is kept inside, and renewed."""
 LONGEST_SECONDS = 30 * 86_400
+"""The longest lifetime that CoreWeave documents. Nothing extends it."""
 PLACE = '"${TMPDIR:-/tmp}/.lowtide-inside"'
 _TOMBSTONE_SECONDS = 60
 _TAG = LABEL_PREFIX + "tag-"
@@ -99,8 +100,13 @@ def request_id(spec: SandboxSpec) -> str:
 
 
 def fixed_end(spec: SandboxSpec) -> int:
-    """After so many seconds CoreWeave ends it, whatever anybody does."""
-    return max(1, min(LONGEST_SECONDS, math.ceil(spec.fixed_lifetime_seconds or LIFETIME_SECONDS)))
+    """After so many seconds CoreWeave ends it, whatever anybody does. Raises ValidationError for more than it allows."""
+    # A difference of two times of the day: a little off.
+    end = max(1, math.ceil((spec.fixed_lifetime_seconds or LIFETIME_SECONDS) - 0.001))
+    if end > LONGEST_SECONDS:
+        words = f"CoreWeave ends every sandbox after 30 days: set max_lifetime_seconds to {LONGEST_SECONDS} or less"
+        raise _wrong("max_lifetime_seconds", words)
+    return end
 
 
 def tags_of(labels: Mapping[str, str]) -> list[str]:

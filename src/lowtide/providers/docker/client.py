@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 import re
 import stat
 import struct
@@ -172,6 +173,20 @@ class EngineClient:
                 return stat.S_IFREG if not mode & _GO_TYPE else _GO_KINDS.get(mode & _GO_TYPE, stat.S_IFCHR)
             path = target
         return None
+
+    async def on_this_machine(self) -> bool:
+        """Whether the engine shares this machine's kernel, by name, release and memory. A socket here may lead anywhere:
+        into a virtual machine, or through a forward to another machine."""
+        if not self.endpoint.local:
+            return False
+        facts = await self.request("GET", "info")
+        known = (
+            (facts.get("Name"), facts.get("KernelVersion"), facts.get("MemTotal"))
+            if isinstance(facts, dict)
+            else ()
+        )
+        here, memory = os.uname(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return known == (here.nodename, here.release, memory)
 
     async def aclose(self) -> None:
         await self.docker.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import tarfile
 from collections import Counter
@@ -85,8 +86,9 @@ class Creation:
             await self._get_image()
         elif _name_taken(error) and self._may_try("name", 2):
             return await self._is_this()
-        elif self._no_network(error) and self._may_try("network", 3):
+        elif self._no_network(error) and self._may_try("network", 8):
             self._provider.forget_network()
+            await asyncio.sleep(0.05 * self._tries["network"])
         elif container.PROGRAM in error.message and self._may_try("program", 2):
             await self._fill_volume()
         else:
@@ -98,10 +100,11 @@ class Creation:
         return self._tries[what] <= times
 
     def _no_network(self, error: Any) -> bool:
-        """Somebody has removed the network since it was looked for."""
+        """Another process has removed the network since it was looked for, or made one of the same name: the engine looks it
+        up by name when it starts a container, though the container names it by its id."""
         words = error.message.lower()
-        missing = "not found" in words or "no such" in words or "unable to find" in words
-        return container.has_network(self._spec) and "network" in words and missing
+        changed = any(one in words for one in ("not found", "no such", "unable to find", "is ambiguous"))
+        return container.has_network(self._spec) and "network" in words and changed
 
     async def _start(self) -> None:
         if self._spec.command is not None:

@@ -484,18 +484,21 @@ class DockerProvider(hosted.Hosted):
         return await images.list_snapshots(await self.client())
 
     async def pause(self, sandbox_id: str) -> None:
-        """Stops its clock as well, so that it takes a lowtide process on the engine's machine to end it later: refused where
-        the engine is on another one, which outlives this one."""
-        if not self.endpoint.local:
+        """The engine freezes PID 1, which holds the lifetime, with everything else. From then on only a lowtide process can end
+        the sandbox. So an engine that may outlive this machine is refused."""
+        client = await self.client()
+        with mapped(sandbox_id):
+            here = await client.on_this_machine()
+        if not here:
             raise SERVICE.error(
                 UnsupportedError,
-                "the docker provider does not pause sandboxes of an engine on another machine: a paused container's lifetime "
-                "does not run, so nothing would end it if this machine were lost",
+                "the docker provider pauses sandboxes only on an engine of this machine, and this one is on another machine, in a "
+                "virtual machine or outside of this container: a paused container's lifetime does not run, so nothing would "
+                "end it if this machine were lost",
                 sandbox_id,
                 feature="pause",
                 alternative="snapshot() and start from it later, or leave it running",
             )
-        client = await self.client()
         if (await self.get(sandbox_id)).state is not SandboxState.PAUSED:
             with mapped(sandbox_id):
                 await client.order(f"containers/{await self.container_id(sandbox_id)}/pause")

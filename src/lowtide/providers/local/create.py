@@ -195,10 +195,8 @@ class Launch:
         cgroups.make(self.groups)
         if self.spec.limits.disk_bytes is not None:
             await asyncio.to_thread(disk.make, self.directory.path, self.spec.limits.disk_bytes)
-        for tree in self.base_layers.foreign:
+        for tree in self._foreign:
             await self.prerequisites.stage(tree)
-        if self.key is not None:
-            await self.prerequisites.stage(os.path.dirname(self.prerequisites.runsc))
         ready_r, ready_w = leash or os.pipe()
         errors_r, errors_w = os.pipe()
         # A file and no pipe: bwrap, killed by a pipe that nobody reads any more, would leave its child waiting.
@@ -240,13 +238,10 @@ class Launch:
                     orphans.expect(mark.pid, mark.start_time)
 
     def _message(self, *, waiting: bool) -> Message:
-        directory, spec, base_layers, translate = (
-            self.directory,
-            self.spec,
-            self.base_layers,
-            self.client.translate,
-        )
-        top = f"{directory.path}/disk" if spec.limits.disk_bytes is not None else str(directory.path)
+        directory, spec, base_layers, client = self.directory, self.spec, self.base_layers, self.client
+        top, translate = str(directory.path), client.translate_layer
+        if spec.limits.disk_bytes is not None:
+            top = client.translate_disk(f"{directory.path}/disk")
         overlays = [bwrap.Overlay(at="/", lowers=base_layers.root, upper=f"{top}/root", work=f"{top}/work")]
         if base_layers.usr is not None:
             overlays.append(
@@ -291,18 +286,25 @@ class Launch:
         assert self.prerequisites.bwrap is not None
         return {
             "op": "create",
-            "bwrap": translate(self.prerequisites.bwrap.path),
-            "dir": translate(str(directory.path)),
+            "bwrap": client.translate(self.prerequisites.bwrap.path),
+            "dir": client.translate(str(directory.path)),
+            "foreign": [[tree, client.staged[tree]] for tree in self._foreign if tree in client.staged],
             "args": args,
             "files": files,
             "command": command,
             "environment": environment,
             "cgroups": [f"{group.path}/cgroup.procs" for group in self.groups],
             "lifetime": spec.lifetime_seconds,
-            "disk": disk.request(directory.path, translate, _trees(base_layers))
+            "disk": disk.request(directory.path, client.translate, _trees(base_layers))
             if spec.limits.disk_bytes
             else None,
         }
+
+    @property
+    def _foreign(self) -> list[str]:
+        """Trees of this machine that are not staged from the beginning."""
+        runsc = [os.path.dirname(self.prerequisites.runsc)] if self.key is not None else []
+        return [*self.base_layers.foreign, *runsc]
 
     @property
     def working_dir(self) -> str:

@@ -52,7 +52,7 @@ def doctor(environ: Mapping[str, str] | None = None) -> list[Check]:
         _bwrap(environ),
         _user_namespaces(),
         _overlay(),
-        *_idmap(),
+        *_idmap(environ),
         _python(),
         *(_controller(name) for name in ("memory", "cpu", "pids")),
         _disk(),
@@ -170,11 +170,18 @@ def _overlay() -> Check:
     )
 
 
-def _idmap() -> list[Check]:
-    """Tried on /usr in another process, as the spawner does it. Only root needs it: the host's files must become its own."""
+def _idmap(environ: Mapping[str, str]) -> list[Check]:
+    """Tried in another process, as the spawner does it. Only root needs it: the host's files must become its own."""
+    from lowtide.providers.local.prerequisites import NO_OWN_IDS
+    from lowtide.providers.local.provider import home_of
+
     if os.geteuid() != 0:
         return []
-    why = _try_idmap()
+    home = home_of(environ)
+    while not home.is_dir():
+        home = home.parent
+    why = _try_idmap("/usr")
+    own = _try_idmap(str(home), "writable")
     return [
         Check(
             name="id-mapped mounts",
@@ -185,27 +192,29 @@ def _idmap() -> list[Check]:
             else "Linux 5.19 or later, and /usr on ext4, xfs, btrfs or overlay; without, only the usual directories of "
             "/usr are writable in sandboxes",
             needed=False,
-        )
+        ),
+        Check(
+            name="ids for each sandbox",
+            ok=own == "ok",
+            why="every sandbox has a range of its own" if own == "ok" else f"refused for {home}: {own}",
+            fix=None if own == "ok" else f"{NO_OWN_IDS}; without, all sandboxes of root share one range",
+            needed=False,
+        ),
     ]
 
 
-def _try_idmap() -> str:
+def _try_idmap(*arguments: str) -> str:
     import subprocess
 
     package = str(Path(__file__).parent)
     program = (
-        "import sys; sys.path.append(sys.argv[1]); from spawner import kernel, staging; from spawner.config import config\n"
-        "config.base = 1 << 30\n"
-        "try:\n"
-        "    kernel.check(kernel.libc.unshare(kernel.NEWNS), 'unshare')\n"
-        "    kernel.check(kernel.libc.mount(None, b'/', None, 0x4000 | 0x40000, None), 'make / private')\n"
-        "    kernel.check(kernel.libc.mount(b'x', b'/mnt', b'tmpfs', 0, b'size=64k'), 'mount tmpfs')\n"
-        "    with staging.user_namespace() as namespace: staging.graft('/usr', '/mnt/usr', namespace)\n"
-        "    print('ok')\n"
-        "except OSError as error: print(error.strerror or error)\n"
+        "import sys; sys.path.append(sys.argv[1]); from spawner.set_up import probe; probe(*sys.argv[2:])"
     )
     done = subprocess.run(
-        [isolated.python(), "-I", "-S", "-c", program, package], capture_output=True, text=True, check=False
+        [isolated.python(), "-I", "-S", "-c", program, package, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return done.stdout.strip() or done.stderr.strip()[-200:] or "no answer"
 

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from lowtide.providers.local.spawner_client import CommandStarter, Message, Repl
 
 _MARKER = "LOWTIDE_PROCESS"
 _COMMAND_STARTER_SECONDS = 3.0
+_NULL = os.makedev(1, 3)
 _KEPT = b"+"  # as the spawner marks the sandbox's environment
 # Namespaces to join: user, pid, mount, ipc, uts, cgroup; and the network where it is the sandbox's own.
 _HOST_NETWORKS = (NetworkMode.HOST, "full")  # "full" is in the records of sandboxes from before 0.9
@@ -38,6 +40,7 @@ class Known:
         "inner",
         "key",
         "network",
+        "owner",
         "pids",
         "procs",
         "used",
@@ -63,6 +66,7 @@ class Known:
         self.used = 0  # how many commands were started in it from here
         self.command_starter = command_starter
         self.key = key  # of the program inside, where gVisor is around the sandbox
+        self.owner: int | None = None  # this machine's id for its root, once somebody has asked
 
 
 class Entrance:
@@ -146,14 +150,13 @@ class Entrance:
         try:
             if spec.tty is None:
                 if spec.stdin:
-                    stdin_r, stdin = self._pipe(write_here=True)
+                    stdin_r, stdin = self._pipe(known, write_here=True)
                     theirs.append(stdin_r)
                     ours.append(stdin)
                 else:
-                    # One of its own: what is set on a shared one (flags, its owner) another sandbox could read.
-                    theirs.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+                    theirs.append(self._null(known))
                 for stream in (STDOUT, STDERR):
-                    here, there = self._pipe(write_here=False)
+                    here, there = self._pipe(known, write_here=False)
                     streams[here] = stream
                     theirs.append(there)
                     ours.append(here)
@@ -246,18 +249,45 @@ class Entrance:
             dismiss_when_idle(known)
         return known.command_starter
 
-    def _pipe(self, *, write_here: bool) -> tuple[int, int]:
+    def _pipe(self, known: Known, *, write_here: bool) -> tuple[int, int]:
         """A pipe; the sandbox's end belongs to its root, so that /dev/stdout can be opened again."""
         read, write = os.pipe()
         os.set_blocking(write if write_here else read, False)
-        owner = self._prerequisites.owner
-        if owner is not None:
-            os.fchown(read, owner, owner)
+        if self._prerequisites.owner is not None:
+            if known.owner is None:
+                known.owner = _root_of(known.inner) or self._prerequisites.owner
+            os.fchown(read, known.owner, known.owner)
         return read, write
+
+    def _null(self, known: Known) -> int:
+        """What a command without input reads: opened anew, because flags that are set on it are seen by all who hold it.
+
+        As root the sandbox's own node: a lock or a watch on this machine's would be seen by other sandboxes.
+        """
+        if self._prerequisites.owner is not None and known.key is None:
+            with contextlib.suppress(OSError):
+                path = f"/proc/{known.inner.pid}/root/dev/null"
+                fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
+                found = os.fstat(fd)
+                if stat.S_ISCHR(found.st_mode) and found.st_rdev == _NULL:
+                    os.set_blocking(fd, True)
+                    return fd
+                os.close(fd)  # the number is another process's by now
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
         for known in self._known.values():
             _dismiss(known)
+
+
+def _root_of(inner: ProcessMark) -> int | None:
+    """This machine's id for root in the sandbox of this process 1."""
+    try:
+        with open(f"/proc/{inner.pid}/uid_map") as file:
+            first, outside = file.readline().split()[:2]
+    except (OSError, ValueError):
+        return None
+    return int(outside) if first == "0" and inner.alive() and int(outside) else None
 
 
 def _flags(network: bool) -> int:

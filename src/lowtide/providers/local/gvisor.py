@@ -26,7 +26,7 @@ PROGRAM = "/dev/lowtide/inside"  # in the container's /dev, which is no layer: n
 NPROC = "4096"
 """Processes and threads of gVisor's own, of which it takes some for each process in the sandbox."""
 _RUNSC, _BUNDLE, _STATE, _PROGRAM_DIRECTORY = "/runsc", "/bundle", "/run/runsc", "/inside"
-_CONFIGURATION, _PROGRAM = "11", "12"  # the descriptors of `files`, as the spawner leaves them open
+_CONFIGURATION, _PROGRAM = "12", "13"  # the descriptors of `files`, as the spawner leaves them open
 _DEV_BYTES = 1 << 20
 
 # What root can do in there with what is the sandbox's own. Its kernel is gVisor: none of it means anything outside.

@@ -34,6 +34,9 @@ from lowtide.trees.passable import close_to_others, make_passable
 # As root, sandboxes run as this range of ids and never as the machine's root: what belongs to root
 # (/proc/sys among it) is then not theirs, whatever namespace they are in.
 ID_BASE = 1_819_541_504
+NO_OWN_IDS = (
+    "Linux 5.19 or later can map the ids of lowtide's home where that is on ext4, xfs, btrfs or tmpfs"
+)
 ID_COUNT = 65_536
 DEFAULT_PIDS = 1024
 # Where root's spawner may put its private mounts. Not /tmp: bwrap mounts over it.
@@ -100,6 +103,9 @@ class Prerequisites:
                 self._join_bound,
             )
         await self.client.start()
+        if self.owner is not None and not self.client.own_ranges:
+            shared = f"ids: {NO_OWN_IDS}, so that all sandboxes share what the kernel counts for one user"
+            self.unheld = list(dict.fromkeys([*self.unheld, shared]))
         return self.client
 
     def _join_bound(self, pid: int) -> None:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from lowtide import machine
 from lowtide.errors import SandboxGone, SandboxNotFoundError, UnsupportedError
 from lowtide.providers.base import (
     Capability,
@@ -380,12 +381,8 @@ def _upper(directory: SandboxDirectory, spec: Mapping[str, Any]) -> str:
 
 
 def home_of(environ: Mapping[str, str]) -> Path:
-    """As the lifecycle computes it; a provider imports nothing above it."""
-    named = environ.get("LOWTIDE_HOME")
-    if named:
-        return Path(named).absolute()
-    state = environ.get("XDG_STATE_HOME")
-    return (Path(state) if state else Path.home() / ".local" / "state") / "lowtide"
+    """The state directory, as the lifecycle computes it."""
+    return machine.state_directory(environ)
 
 
 def _machine_id() -> str:

@@ -22,12 +22,36 @@ class _Machine:
     personality: int
     socket: int
     socketpair: int
+    setsockopt: int
+    mmap: int
+    memfd_create: int
+    shmget: int
 
 
 _MACHINES = {
-    "x86_64": _Machine(audit_arch=0xC000003E, clone=56, ioctl=16, personality=135, socket=41, socketpair=53),
+    "x86_64": _Machine(
+        audit_arch=0xC000003E,
+        clone=56,
+        ioctl=16,
+        personality=135,
+        socket=41,
+        socketpair=53,
+        setsockopt=54,
+        mmap=9,
+        memfd_create=319,
+        shmget=29,
+    ),
     "aarch64": _Machine(
-        audit_arch=0xC00000B7, clone=220, ioctl=29, personality=92, socket=198, socketpair=199
+        audit_arch=0xC00000B7,
+        clone=220,
+        ioctl=29,
+        personality=92,
+        socket=198,
+        socketpair=199,
+        setsockopt=208,
+        mmap=222,
+        memfd_create=279,
+        shmget=194,
     ),
 }
 
@@ -36,6 +60,10 @@ _CLONE_NEW_ANY = 0x7E020000
 _TIOCSTI, _TIOCLINUX, _TIOCSETD = 0x5412, 0x541C, 0x5423
 _UNIX, _IPV4, _IPV6, _NETLINK = 1, 2, 10, 16
 _NETLINK_ROUTE = 0
+_DCCP, _L2TP, _SCTP, _MPTCP = 33, 115, 132, 262
+_SOL_SOCKET = 1
+_ATTACH_FILTER, _ATTACH_BPF, _ATTACH_REUSEPORT_CBPF, _ATTACH_REUSEPORT_EBPF = 26, 50, 51, 52
+_MAP_HUGETLB, _MFD_HUGETLB, _SHM_HUGETLB = 0x40000, 0x4, 0o4000
 _X32 = 0x40000000
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -69,6 +97,10 @@ def filter_bytes(machine: str | None = None) -> bytes:
     program.when(_EQUAL, target.ioctl, then="ioctl")
     program.when(_EQUAL, target.socket, then="socket")
     program.when(_EQUAL, target.socketpair, then="socketpair")
+    program.when(_EQUAL, target.setsockopt, then="setsockopt")
+    program.when(_EQUAL, target.mmap, then="mmap")
+    program.when(_EQUAL, target.memfd_create, then="memfd_create")
+    program.when(_EQUAL, target.shmget, then="shmget")
     program.when(_EQUAL, target.personality, then="personality", otherwise="allow")
     program.label("clone")
     program.load(_argument(0))
@@ -80,16 +112,38 @@ def filter_bytes(machine: str | None = None) -> bytes:
     program.when(_EQUAL, _TIOCSETD, then="refuse", otherwise="allow")
     program.label("socket")
     program.load(_argument(0))
-    for family in (_UNIX, _IPV4, _IPV6):
-        program.when(_EQUAL, family, then="allow")
+    program.when(_EQUAL, _UNIX, then="allow")
+    for family in (_IPV4, _IPV6):
+        program.when(_EQUAL, family, then="internet")
     program.when(_EQUAL, _NETLINK, otherwise="family")
     program.load(_argument(2))
     program.when(_EQUAL, _NETLINK_ROUTE, then="allow", otherwise="protocol")
+    program.label("internet")
+    program.load(_argument(2))
+    for protocol in (_DCCP, _L2TP, _SCTP):
+        program.when(_EQUAL, protocol, then="protocol")
+    program.when(_EQUAL, _MPTCP, then="protocol", otherwise="allow")
     program.label("socketpair")
     program.load(_argument(0))
     program.when(_EQUAL, _UNIX, then="allow")
     program.give("family", _ERROR | errno.EAFNOSUPPORT)
     program.give("protocol", _ERROR | errno.EPROTONOSUPPORT)
+    program.label("setsockopt")
+    program.load(_argument(1))
+    program.when(_EQUAL, _SOL_SOCKET, otherwise="allow")
+    program.load(_argument(2))
+    for option in (_ATTACH_FILTER, _ATTACH_BPF, _ATTACH_REUSEPORT_CBPF):
+        program.when(_EQUAL, option, then="refuse")
+    program.when(_EQUAL, _ATTACH_REUSEPORT_EBPF, then="refuse", otherwise="allow")
+    program.label("mmap")
+    program.load(_argument(3))
+    program.when(_ANY_BIT, _MAP_HUGETLB, then="refuse", otherwise="allow")
+    program.label("memfd_create")
+    program.load(_argument(1))
+    program.when(_ANY_BIT, _MFD_HUGETLB, then="refuse", otherwise="allow")
+    program.label("shmget")
+    program.load(_argument(2))
+    program.when(_ANY_BIT, _SHM_HUGETLB, then="refuse", otherwise="allow")
     program.label("personality")
     program.load(_argument(0))
     program.when(_EQUAL, 0, then="allow")

@@ -86,6 +86,9 @@ class SpawnerClient:
         self._spare_command_starter: CommandStarter | None = None
         self.staged: dict[str, str] = {}
         self.idmapped = False
+        self._own = (
+            ""  # where each sandbox sees its layers with a range of ids of its own; "": they all share one
+        )
         _clients.add(self)
 
     @property
@@ -127,13 +130,29 @@ class SpawnerClient:
                     reason="setup",
                 )
             await joining
-            self.staged, self.idmapped = message["staged"], message["idmapped"]
+            self.staged, self.idmapped, self._own = message["staged"], message["idmapped"], message["own"]
             self._configured = True
         except BaseException:
             self.close()
             ours.close()
             theirs.close()
             raise
+
+    @property
+    def own_ranges(self) -> bool:
+        """Whether every sandbox has a range of ids of its own."""
+        return bool(self._own)
+
+    def translate_layer(self, path: str) -> str:
+        """The same place as the sandbox's range of ids sees it: for what is mounted in the sandbox."""
+        home = self._configuration["home"]
+        if self._own and path.startswith(f"{home}/"):
+            return f"{self._own}/own{path.removeprefix(home)}"
+        return self.translate(path)
+
+    def translate_disk(self, path: str) -> str:
+        """The same for the disk of a fixed size that is mounted at `path`."""
+        return f"{self._own}/disk" if self._own else self.translate(path)
 
     def translate(self, path: str) -> str:
         """The same place as the spawner's children see it."""

@@ -109,8 +109,9 @@ CONDITIONS = (
     ),
     Condition(
         call="socket",
-        refused="any family but Unix, IPv4, IPv6 and netlink; netlink but for routes",
-        reason="packet, vsock, xdp and the old families reach past the network namespace or are hardly tried code",
+        refused="any family but Unix, IPv4, IPv6 and netlink; netlink but for routes; DCCP, L2TP, SCTP and MPTCP",
+        reason="packet, vsock, xdp and the old families reach past the network namespace or are hardly tried code, and "
+        "so are those protocols, for which the kernel loads modules",
     ),
     Condition(
         call="socketpair", refused="any family but Unix", reason="the others that have pairs are old ones"
@@ -120,6 +121,18 @@ CONDITIONS = (
         refused="TIOCSTI, TIOCLINUX, TIOCSETD",
         reason="typing for somebody else, and line disciplines, which load modules",
     ),
+    Condition(
+        call="setsockopt",
+        refused="attaching a filter or a BPF program to a socket",
+        reason="compiled filters come out of one memory of the whole machine (`net.core.bpf_jit_limit`)",
+    ),
+    Condition(
+        call="mmap",
+        refused="MAP_HUGETLB",
+        reason="no limit of memory counts the huge pages that a machine has reserved",
+    ),
+    Condition(call="memfd_create", refused="MFD_HUGETLB", reason="as mmap"),
+    Condition(call="shmget", refused="SHM_HUGETLB", reason="as mmap"),
     Condition(call="personality", refused="any but the usual one", reason="turns address randomisation off"),
 )
 

@@ -97,7 +97,7 @@ def _record(line: bytes) -> DeniedConnection | None:
         if not whole or not (port is None or (isinstance(port, int) and 0 <= port < 65536)):
             return None
         when = datetime.fromtimestamp(float(at), UTC)
-    except (ValueError, KeyError, TypeError, OverflowError, OSError):
+    except (ValueError, KeyError, TypeError, OverflowError, OSError, RecursionError):
         return None
     return DeniedConnection(
         at=when, host=_printable(host), port=port, protocol=protocol, reason=_printable(reason)

@@ -71,6 +71,7 @@ __asm__(".globl _start\n_start: mov x0,sp\n bl begin\n");
 
 #define READY 6 /* as the spawner leaves them open */
 #define PLACE 10 /* a file of the sandbox's directory, which cannot be read or written by it */
+#define IDS 11 /* the lock on its range of ids, which ends with it */
 #define LOG 1 /* a file of the sandbox's directory: what the main command printed last, see ../logs.py */
 #define PIECE 65536
 #define RING ((1 << 20) + PIECE) /* then comes, in 8 bytes, how much was printed in all */
@@ -189,8 +190,8 @@ __attribute__((noreturn, used)) void begin(long *stack) {
   if (limit[0]) sys(NR_prlimit64, 0, 6, (long)limit, 0, 0); /* here and not earlier: counted per user namespace */
   sys(NR_close_range, 3, READY - 1, 0, 0, 0);
   sys(NR_close_range, READY + 1, PLACE - 1, 0, 0, 0);
-  sys(NR_close_range, PLACE, PLACE, 4, 0, 0); /* on exec */
-  sys(NR_close_range, PLACE + 1, 0x7fffffff, 0, 0, 0);
+  sys(NR_close_range, PLACE, IDS, 4, 0, 0); /* on exec */
+  sys(NR_close_range, IDS + 1, 0x7fffffff, 0, 0, 0);
   sys(NR_dup3, 0, 2, 0, 0, 0);
   if (mode != 'r') {
     ul ignore[4] = {1, 0, 0, 0}; /* SIGCHLD ignored: the kernel reaps what is left to process 1 */

@@ -10,6 +10,10 @@ class Config:
 
     base: int | None = None  # first id of the range the sandboxes run as; None: this user
     count: int = 65536
+    own_ranges: bool = False  # every sandbox runs as ids of its own, and sees the range above mapped to them
+    trees: tuple[
+        tuple[str, str, str], ...
+    ] = ()  # the host's trees: where from, where to, which ids are mapped
     descriptors: int = 1024  # the most that a process in a sandbox may have open
     own_pid_namespace: int = -1
     bound: tuple[tuple[str, str], ...] = ()  # the groups around all that it starts, and where it came from

@@ -10,9 +10,11 @@ import os
 import signal
 import struct
 
+from . import ids
 from .config import config
 from .kernel import (
     AT_EMPTY_PATH,
+    CLONE_VM,
     NEWNS,
     NEWUSER,
     PR_SET_DUMPABLE,
@@ -30,6 +32,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NOBODYS_USER = 4_000_000_000  # owns no file: a map of users has to have a line
+OWN = "own"  # below `config.point`: the state directory as one sandbox's range of ids sees it
+STACK_BYTES = 16384
+DISK = "disk"  # beside it
+OVERLAYS_ON_MAPPED = (5, 19)  # the first kernel whose overlays take layers with mapped ids
 
 
 def configure(message: Message, fds: Fds) -> Message:
@@ -47,7 +53,7 @@ def configure(message: Message, fds: Fds) -> Message:
     )
     config.program.keep = buffer  # type: ignore[attr-defined]
     if config.base is None:
-        return {"staged": try_as_user(message["home"], message["points"]), "idmapped": False}
+        return {"staged": try_as_user(message["home"], message["points"]), "idmapped": False, "own": ""}
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # and so its children, until they have executed
     config.own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     return stage(message["home"], message["trees"], message["readable_trees"], message["points"])
@@ -127,12 +133,18 @@ def stage(home: str, trees: list[str], readable: list[str], points: list[str]) -
     check(libc.mount(b"lowtide", point.encode(), b"tmpfs", 0x2 | 0x4, b"mode=0755,size=1m"), "mount tmpfs")
     config.point = point
     staged = {home: graft(home, f"{point}/home", None, writable=True)}
+    for name in (OWN, DISK):
+        os.mkdir(f"{point}/{name}", 0o755)
+    config.home = home
+    config.own_ranges = can_map(home)
     idmapped = True
+    mapped: list[tuple[str, str, str]] = []
     with user_namespace() as namespace:
         for number, tree in enumerate(trees):
             target = f"{point}/{number}"
             try:
                 staged[tree] = graft(tree, target, namespace)
+                mapped.append((tree, target, "all"))
             except OSError:
                 idmapped = False  # old kernel, or a filesystem that cannot: seen with foreign owners then
                 staged[tree] = graft(tree, target, None)
@@ -141,9 +153,54 @@ def stage(home: str, trees: list[str], readable: list[str], points: list[str]) -
             target = f"{point}/{number}"
             try:
                 staged[tree] = graft(tree, target, namespace)
+                mapped.append((tree, target, "groups"))
             except OSError:
                 staged[tree] = graft(tree, target, None)
-    return {"staged": staged, "idmapped": idmapped}
+    config.trees = tuple(mapped)
+    return {"staged": staged, "idmapped": idmapped, "own": point if config.own_ranges else ""}
+
+
+def can_map(home: str) -> bool:
+    """Whether a sandbox can have ids of its own here: the kernel and the state directory's file system decide."""
+    release = os.uname().release.split(".")
+    if tuple(int("".join(filter(str.isdigit, part[:3])) or 0) for part in release[:2]) < OVERLAYS_ON_MAPPED:
+        return False
+    try:
+        with user_namespace(b"%d %d %d" % (config.base or 0, ids.FIRST, config.count)) as namespace:
+            os.close(clone(home, namespace, writable=True))
+    except OSError:
+        return False
+    return True
+
+
+def probe(tree: str, writable: str = "") -> None:
+    """For `lowtide doctor`: print whether the ids of this tree can be mapped, or why not."""
+    config.base = 1 << 30
+    try:
+        if writable and not can_map(tree):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        with user_namespace() as namespace:
+            os.close(clone(tree, namespace, writable=bool(writable)))
+        print("ok")  # noqa: T201 - read by the doctor
+    except OSError as error:
+        print(error.strerror or error)  # noqa: T201
+
+
+def see_as(base: int, everything: int) -> int:
+    """In one that becomes a sandbox: mounts of its own, in which the range from `base` on owns what it is to own.
+
+    `everything` is the sandbox's user namespace. Returns the one that maps what is on the disk to the same range.
+    """
+    check(libc.unshare(NEWNS), "unshare")
+    own = b"%d %d %d" % (config.base or 0, base, config.count)
+    disk = id_map(own, own)
+    attach(clone(config.home, disk, writable=True), f"{config.point}/{OWN}")
+    groups = -1
+    for tree, target, which in config.trees:
+        if which == "groups" and groups < 0:
+            groups = id_map(b"%d %d 1" % (NOBODYS_USER, base), b"0 %d %d" % (base, config.count))
+        attach(clone(tree, groups if which == "groups" else everything), target)
+    return disk
 
 
 def stage_more(tree: str) -> Message:
@@ -154,7 +211,14 @@ def stage_more(tree: str) -> Message:
 
 
 def graft(source: str, target: str, namespace: int | None, *, writable: bool = False) -> str:
+    fd = clone(source, namespace, writable=writable)
     os.mkdir(target, 0o755)
+    attach(fd, target)
+    return target
+
+
+def clone(source: str, namespace: int | None, *, writable: bool = False) -> int:
+    """A mount of the same files that is nowhere yet."""
     # OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC
     fd = check(libc.syscall(SYS_OPEN_TREE, -100, source.encode(), 1 | os.O_CLOEXEC), f"clone {source}")
     try:
@@ -163,44 +227,50 @@ def graft(source: str, target: str, namespace: int | None, *, writable: bool = F
         flags = 2 | 4 | (0 if writable else 1) | (0x100000 if namespace is not None else 0)
         attributes = struct.pack("QQQQ", flags, 0, 0, namespace or 0)
         result = libc.syscall(SYS_MOUNT_SETATTR, fd, b"", AT_EMPTY_PATH, attributes, ctypes.c_size_t(32))
-        if result < 0:
-            os.rmdir(target)
-            check(result, f"idmap {source}")
+        check(result, f"idmap {source}")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def attach(fd: int, target: str) -> None:
+    try:
         check(libc.syscall(SYS_MOVE_MOUNT, fd, b"", -100, target.encode(), 4), f"mount {target}")
     finally:
         os.close(fd)
-    return target
+
+
+def id_map(users: bytes, groups: bytes) -> int:
+    """A user namespace that nobody is in, for mounts that map ids."""
+    # Nothing of this program runs in what is cloned: the C library's own `pause`, on a stack of its own, in this
+    # program's memory, so that nothing has to be copied.
+    stack = ctypes.create_string_buffer(STACK_BYTES)
+    top = ctypes.c_void_p((ctypes.addressof(stack) + STACK_BYTES) & ~0xF)
+    pid = check(
+        libc.clone(libc.pause, top, NEWUSER | CLONE_VM | signal.SIGCHLD, None), "make a user namespace"
+    )
+    try:
+        write_maps(pid, users, groups)
+        return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 @contextlib.contextmanager
 def user_namespace(users: bytes | None = None) -> Iterator[int]:
     """A descriptor of a user namespace with the sandboxes' map, or with another one of users, for a while."""
-    done_r, done_w = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        ok = libc.unshare(NEWUSER) == 0
-        os.write(done_w, b"1" if ok else b"0")
-        while True:
-            signal.pause()
-    namespace = -1
+    everything = b"0 %d %d" % (config.base or 0, config.count)
+    namespace = id_map(users or everything, everything)
     try:
-        if os.read(done_r, 1) != b"1":
-            raise OSError(errno.EPERM, "user namespaces are not allowed")
-        write_maps(pid, users)
-        namespace = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         yield namespace
     finally:
-        for fd in (done_r, done_w, *((namespace,) if namespace >= 0 else ())):
-            os.close(fd)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        os.close(namespace)
 
 
-def write_maps(pid: int, users: bytes | None = None) -> None:
+def write_maps(pid: int, users: bytes, groups: bytes) -> None:
     if config.base is None:
         put(f"/proc/{pid}/setgroups", b"deny")
-        put(f"/proc/{pid}/uid_map", b"0 %d 1" % os.geteuid())
-        put(f"/proc/{pid}/gid_map", b"0 %d 1" % os.getegid())
-    else:
-        put(f"/proc/{pid}/uid_map", users or b"0 %d %d" % (config.base, config.count))
-        put(f"/proc/{pid}/gid_map", b"0 %d %d" % (config.base, config.count))
+    put(f"/proc/{pid}/uid_map", users)
+    put(f"/proc/{pid}/gid_map", groups)
