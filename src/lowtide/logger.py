@@ -22,13 +22,16 @@ from lowtide import threads
 QUEUED_LINES = 10_000
 """What may wait for a handler that blocks. Later lines are dropped and counted."""
 # fmt: off
-LIBRARIES = frozenset({
-    "aiodocker", "aiohttp", "anyio", "asyncio", "cwsandbox", "daytona", "e2b", "grpc", "grpclib", "h2", "hpack",
-    "httpcore", "httpcore2", "httpx", "httpx2", "kubernetes", "modal", "modal-client", "runloop_api_client",
-    "urllib3", "websockets",
+SDKS = frozenset({
+    "aiodocker", "asyncio", "cwsandbox", "daytona", "e2b", "grpc", "grpclib", "h2", "hpack", "kubernetes", "modal",
+    "modal-client", "pyqwest", "runloop_api_client", "synchronicity",
 })
+"""Whose loggers are used on the engine's threads, or on threads of their own, by the first word of their names."""
+LIBRARIES = SDKS | {
+    "aiohttp", "anyio", "httpcore", "httpcore2", "httpx", "httpx2", "urllib3", "websockets",
+}
+"""The same, and those that a program uses on its own threads as well."""
 # fmt: on
-"""Whose loggers are used on the engine's threads, by the first word of their names."""
 
 _queue: threads.SimpleQueue[Callable[[], object]] = threads.SimpleQueue()
 _numbers = itertools.count(1)
@@ -116,7 +119,7 @@ def start() -> None:
     if _drainer is None:
         _drainer = 0
         threads.start(_drain, "lowtide-log")
-        divert_libraries()
+        _divert_libraries()
 
 
 def flush(seconds: float) -> bool:
@@ -174,26 +177,34 @@ class _Divert(logging.Filter):
     """On a library's logger: what it says on one of our threads is said in the thread that logs."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if not threads.is_own() or threads.get_ident() == _drainer:
+        if threads.get_ident() == _drainer or _drainer is None:
             return True
-        enqueue(lambda: logging.getLogger(record.name).handle(record))
-        return False
+        ours = threads.is_own() or (record.name.partition(".")[0] in SDKS and not threads.is_main())
+        if ours:
+            enqueue(lambda: logging.getLogger(record.name).handle(record))
+        return not ours
 
 
 _divert = _Divert()
-_known = 0
 
 
-def divert_libraries() -> None:
-    """Queue what the libraries log that run on the engine's threads, as far as they have made their loggers by now."""
-    global _known
-    loggers = logging.root.manager.loggerDict
-    if len(loggers) == _known:
-        return
-    _known = len(loggers)
-    for name, logger in list(loggers.items()):
+class _Loggers(dict[str, Any]):
+    """The standard library's table of loggers: an SDK makes its own when it is loaded, long after the engine has begun."""
+
+    def __setitem__(self, name: str, logger: Any) -> None:
+        super().__setitem__(name, logger)
         if name.partition(".")[0] in LIBRARIES and isinstance(logger, logging.Logger):
             logger.addFilter(_divert)
+
+
+def _divert_libraries() -> None:
+    manager = logging.root.manager
+    with logging._lock:  # type: ignore[attr-defined]
+        if not isinstance(manager.loggerDict, _Loggers):
+            diverted = _Loggers()
+            for name, logger in manager.loggerDict.items():
+                diverted[name] = logger
+            manager.loggerDict = diverted
 
 
 def _forget() -> None:

@@ -61,7 +61,6 @@ def install(end_everything: EndEverything, holding: int) -> None:
     global _end_everything, _hooked
     _end_everything = end_everything
     engine().have_workers(holding)
-    logger.divert_libraries()
     exit_timer.load()
     if not _hooked:
         _hooked = True
