@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from lowtide.trees.remove import remove_tree
@@ -15,6 +16,7 @@ from lowtide.trees.remove import remove_tree
 ROOT = Path(__file__).parents[1]
 SYSTEM_PYTHON = "/usr/bin/python3"
 UID = 23_117  # no passwd entry, no group, no home
+GUARDIAN_SECONDS = 20.0  # at most, for the user's guardian to leave
 
 
 def why_not() -> str | None:
@@ -51,8 +53,12 @@ class OrdinaryUser:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):
-            remove_tree(self.place)  # rmtree goes no deeper than the stack
+        until = time.monotonic() + GUARDIAN_SECONDS
+        while self.place.exists() and time.monotonic() < until:
+            with contextlib.suppress(OSError):  # the user's guardian is still writing there
+                remove_tree(self.place)  # rmtree goes no deeper than the stack
+                continue
+            time.sleep(0.1)
 
     def command(self, *arguments: str) -> list[str]:
         """What runs this Python with these arguments as the user, with the packages of this environment."""
