@@ -29,6 +29,15 @@ def test_each_target_is_recorded_once_and_not_without_end(tmp_path: Path) -> Non
     assert files.path("box").stat().st_size < 1 << 20
 
 
+def test_the_end_of_one_sandbox_leaves_the_place_of_another_that_starts(tmp_path: Path) -> None:
+    files = DeniedFiles(tmp_path / "denied")
+    starting = files.prepare("starting")
+    _written(files.prepare("ended"), [])
+    files.settle("ended")
+    _written(starting, [("10.0.0.1", 80, "tcp", "why")])
+    assert [one.host for one in files.read("starting")] == ["10.0.0.1"]
+
+
 def test_names_from_a_sandbox_are_printable(tmp_path: Path) -> None:
     files = DeniedFiles(tmp_path)
     _written(files.prepare("box"), [("\x1b[2Jevil\n\u202egro", None, "dns", "no\r\n")])

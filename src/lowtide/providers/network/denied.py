@@ -79,13 +79,14 @@ class DeniedFiles:
         return [record for record in found if record is not None]
 
     def settle(self, sandbox_id: str) -> None:
-        """After the sandbox has ended: keep a record only where something was refused."""
+        """After the sandbox has ended: keep a record only where something was refused.
+
+        The folder stays: the proxy of another sandbox may be about to open its file there.
+        """
         path = self.path(sandbox_id)
         with contextlib.suppress(OSError):
             if path.stat().st_size == 0:
                 path.unlink()
-        with contextlib.suppress(OSError):
-            self._folder.rmdir()  # only when it is empty
 
 
 def _record(line: bytes) -> DeniedConnection | None:
