@@ -10,6 +10,7 @@ from tests import coreweave_emulator, modal_emulator, runloop_emulator
 
 from lowtide import Sandbox
 from lowtide.lifecycle.lease import Outcome
+from lowtide.testing.conformance.base import eventually
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -44,11 +45,20 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, Any]]:
         yield request.param, handle
 
 
+def _guardian_has_asked(handle: Any, box: Sandbox) -> bool:
+    """Whether the guardian's worker for the account has tried it out: it asks for a sandbox that nobody has."""
+    calls = handle.calls()
+    if sum(call["operation"] == "app-get-or-create" for call in calls) > 1:  # Modal: all that this needs
+        return True
+    return any(call["sandbox_id"] not in ("", box.sandbox_id) for call in calls)
+
+
 def test_a_life_makes_no_request_that_it_does_not_need(served: tuple[str, Any]) -> None:
     """The program and the first command come in with what has to be sent anyway, and an end says no goodbyes."""
     name, handle = served
     with Sandbox.run(provider=name) as warm:  # looks the account up, once
         warm.exec(["true"]).result(SECONDS)
+        eventually(lambda: _guardian_has_asked(handle, warm), what="the guardian's own first request")
     before = len(handle.calls())
     with Sandbox.run(provider=name) as box:
         assert box.exec(["echo", "hi"]).result(SECONDS).stdout == "hi\n"

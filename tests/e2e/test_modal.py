@@ -18,7 +18,6 @@ from lowtide import Sandbox
 from lowtide.emulators.handle import Handle
 from lowtide.errors import AuthenticationError, SandboxFailedError, SandboxGone, ValidationError
 from lowtide.providers.base import Labels, SandboxSpec
-from lowtide.providers.hosted import access
 from lowtide.providers.modal import ModalProvider
 
 pytestmark = [*needs_emulator, pytest.mark.timeout(300)]
@@ -262,12 +261,3 @@ def test_what_the_sdk_cannot_take_is_refused_before_it_is_asked(modal: Handle, g
     with pytest.raises(ValidationError):
         Sandbox.run(provider="modal", **given)
     assert running(modal) == []
-
-
-def test_an_id_that_is_none_is_not_believed(modal: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the create made is found by its name instead."""
-    monkeypatch.setattr(access, "_LONGEST_ID", 3)
-    before = len(modal.calls("sandbox-get-from-name"))
-    with Sandbox.run(provider="modal") as box:
-        assert box.exec(["echo", "found"]).result(SECONDS).stdout == "found\n"
-    assert len(modal.calls("sandbox-get-from-name")) > before

@@ -22,7 +22,7 @@ import pytest
 pytest.importorskip("aiohttp")
 pytest.importorskip("playwright.sync_api")
 
-from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, expect, sync_playwright
 
 from lowtide import Sandbox
 from tests.ui.conftest import Fill
@@ -99,11 +99,19 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
 
 @pytest.fixture
 def page(context: BrowserContext, served: Served) -> Iterator[Page]:
-    """The page, opened by the link. An error of its script, or anything that its policy stopped, fails the test."""
+    """The page, opened by the link. An error of its script, or anything that its policy stopped, fails the test.
+
+    Requests that the server answers with an error are named by the page itself, and are none of them.
+    """
     wrong: list[str] = []
+
+    def note(line: ConsoleMessage) -> None:
+        if line.type == "error" and not line.text.startswith("Failed to load resource"):
+            wrong.append(line.text)
+
     opened = context.new_page()
     opened.on("pageerror", lambda error: wrong.append(str(error)))
-    opened.on("console", lambda line: wrong.append(line.text) if line.type == "error" else None)
+    opened.on("console", note)
     opened.goto(served.link)
     expect(opened.get_by_text("live", exact=True)).to_be_visible()
     yield opened

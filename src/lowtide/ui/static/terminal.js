@@ -17,8 +17,13 @@ const resize = () => {
   fit.fit();
   if (socket.readyState === WebSocket.OPEN) socket.send(JSON.stringify({ columns: terminal.cols, rows: terminal.rows }));
 };
-socket.onopen = () => { resize(); terminal.focus(); };
+const early = []; // typed before the shell is there
+socket.onopen = () => { resize(); terminal.focus(); for (const data of early.splice(0)) socket.send(data); };
 socket.onmessage = (event) => terminal.write(new Uint8Array(event.data));
 socket.onclose = (event) => terminal.write(`\r\n\x1b[2mdisconnected${event.reason ? ": " + event.reason.replace(/[\x00-\x1f]/g, " ") : ""}\x1b[0m\r\n`);
-terminal.onData((text) => { if (socket.readyState === WebSocket.OPEN) socket.send(encoder.encode(text)); });
+terminal.onData((text) => {
+  const data = encoder.encode(text);
+  if (socket.readyState === WebSocket.OPEN) socket.send(data);
+  else if (socket.readyState === WebSocket.CONNECTING && early.length < 1000) early.push(data);
+});
 addEventListener("resize", resize);
