@@ -9,7 +9,9 @@ import io
 import os
 import re
 import select
+import shutil
 import signal
+import subprocess
 import sys
 import tarfile
 import urllib.request
@@ -807,6 +809,57 @@ async def test_a_command_that_is_just_starting_does_not_run_in_a_paused_sandbox(
                     assert await process.wait() == 137
             if not isinstance(process, BaseException):
                 await process.aclose()
+
+
+CHAIN = """
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+int main(void) {
+    int fd = open("/tmp/chain", O_RDWR | O_CREAT, 0644);
+    if (fd < 0 || ftruncate(fd, 4096) != 0) return 1;
+    volatile unsigned long *links = mmap(0, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    signal(SIGCHLD, SIG_IGN);
+    if (fork() > 0) for (;;) pause();
+    for (;;) { if (fork() > 0) _exit(0); ++*links; }
+}
+"""
+
+
+async def test_a_chain_of_processes_that_each_fork_the_next_one_is_paused_and_ended(
+    provider: LocalProvider, sandbox: str, tmp_path: Path
+) -> None:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    (tmp_path / "chain.c").write_text(CHAIN)
+    command = [compiler, "-O1", "-o", str(tmp_path / "chain"), str(tmp_path / "chain.c")]
+    subprocess.run(command, check=True, capture_output=True)
+    await provider.write_file(sandbox, "/root/chain", chunks((tmp_path / "chain").read_bytes()), mode=0o755)
+
+    async def links() -> int:
+        with contextlib.suppress(SandboxFileNotFoundError):
+            return int.from_bytes((await read(provider, sandbox, "/tmp/chain"))[:8], sys.byteorder)
+        return 0
+
+    async def stands_still() -> bool:
+        before = await links()
+        await asyncio.sleep(0.1)
+        return await links() == before
+
+    for _ in range(6):
+        process = await provider.start_process(sandbox, ProcessSpec(argv=("/root/chain",)))
+        while await stands_still():
+            pass
+        await provider.pause(sandbox)
+        assert await stands_still()
+        await provider.resume(sandbox)
+        while await stands_still():
+            pass
+        await process.terminate(0.0)
+        assert await stands_still()
+        await process.aclose()
 
 
 async def test_a_file_of_proc_that_takes_the_kernel_long_does_not_hold_up_others(
