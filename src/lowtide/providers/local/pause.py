@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -105,14 +106,15 @@ def _tasks(inner: ProcessMark, is_held: Callable[[str], bool]) -> Iterator[bool]
 def _stop_at_once(inner: ProcessMark) -> None:
     """SIGSTOP for every process of the sandbox in one instant, which no fork gets past."""
     python = getattr(sys, "_base_executable", None) or sys.executable
-    threads.run_process(
-        [python, "-I", "-S", stop_all.__file__, str(inner.pid), str(inner.start_time)],
-        env={},
-        cwd="/",
-        capture_output=True,
-        timeout=_PATIENCE_SECONDS,
-        check=False,
-    )
+    with contextlib.suppress(subprocess.TimeoutExpired):  # then the next look tells
+        threads.run_process(
+            [python, "-I", "-S", stop_all.__file__, str(inner.pid), str(inner.start_time)],
+            env={},
+            cwd="/",
+            capture_output=True,
+            timeout=_PATIENCE_SECONDS,
+            check=False,
+        )
 
 
 def _held(group: Freezer, pid: int) -> bool:
