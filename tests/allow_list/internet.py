@@ -12,7 +12,18 @@ from collections.abc import Callable
 from lowtide import Sandbox
 from tests.allow_list import attempts
 from tests.allow_list.attempts import machine_services
-from tests.allow_list.world import GOOD, GOOD6, MACHINE, MACHINE6, METADATA, NOT_PUBLIC, PRIVATE
+from tests.allow_list.world import (
+    GOOD,
+    GOOD6,
+    MACHINE,
+    MACHINE6,
+    METADATA,
+    NOT_PUBLIC,
+    PRIVATE,
+    ROUTED,
+    ROUTED6,
+    SECOND,
+)
 
 WEB = """
 def web(host): return get(host, extra="Connection: close\\r\\n")
@@ -173,6 +184,9 @@ for _label, _host in {
     "localhost": "localhost",
     "the_machines_own_address": MACHINE,
     "the_machines_own_address_v6": MACHINE6,
+    "the_machines_second_address": SECOND,
+    "a_range_that_is_the_machines": ROUTED,
+    "a_range_that_is_the_machines_v6": ROUTED6,
     "the_machines_own_address_mapped": f"::ffff:{MACHINE}",
     "metadata_mapped": f"::ffff:{METADATA}",
     "private_mapped": f"::ffff:{PRIVATE}",
@@ -192,6 +206,7 @@ for _name in (
     "loop",
     "zero",
     "self",
+    "second",
     "many",
     "mapped",
     "nat64",

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 MACHINE, GATEWAY, NAMESERVER = "45.77.1.2", "45.77.1.1", "9.9.9.9"
 GOOD, OTHER, PRIVATE, METADATA = "93.184.216.34", "93.184.216.35", "10.1.2.3", "169.254.169.254"
 SHARED = "100.100.100.200"  # a cloud's metadata service that is not link-local
+SECOND, ROUTED, ROUTED6 = "45.77.1.3", "45.90.0.7", "2a01:4f8:9::7"  # of the machine as well
 MACHINE6, GATEWAY6, GOOD6 = "2a01:4f8:1::2", "2a01:4f8:1::1", "2606:2800:220:1::1"
 NOT_PUBLIC = {
     "private_10": PRIVATE,
@@ -55,6 +56,7 @@ NAMES = {
     "zero.example": ["0.0.0.0"],
     "mixed.example": ["127.0.0.1", METADATA, GOOD],
     "self.example": [MACHINE],
+    "second.example": [SECOND],
     "many.example": ["10.1.2.3", "192.168.7.7", "172.16.0.9", "100.64.0.1"],
 }
 ALIASES = {"alias.example": "meta.example", "alias-of-self.example": "self.example"}
@@ -83,9 +85,12 @@ def run_on_the_machine(
             inside = [
                 f"ip link add m0 type veth peer name w0 netns {world}",
                 f"ip addr add {MACHINE}/24 dev m0",
+                f"ip addr add {SECOND}/24 dev m0",
                 f"ip addr add {MACHINE6}/64 dev m0 nodad",
                 "ip link set lo up",
                 "ip link set m0 up",
+                f"ip route add local {ROUTED}/24 dev lo src {MACHINE}".replace(".7/", ".0/"),
+                f"ip -6 route add local {ROUTED6}/64 dev lo".replace("::7/", "::/"),
                 f"nsenter -t {world} -n ip addr add {GATEWAY}/24 dev w0",
                 f"nsenter -t {world} -n ip addr add {GATEWAY6}/64 dev w0 nodad",
                 f"nsenter -t {world} -n ip link set w0 up",

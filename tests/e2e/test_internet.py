@@ -18,6 +18,12 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
+OF_THE_MACHINE = (
+    "the_machines_own_address",
+    "the_machines_second_address",
+    "a_range_that_is_the_machines",
+    "a_range_that_is_the_machines_v6",
+)
 PROGRAM = ("-m", "tests.allow_list.internet")
 
 
@@ -28,7 +34,7 @@ def test_the_internet_is_reached_and_nothing_inside(who: str, word: str) -> None
     only = (
         ()
         if word == "internet"
-        else ("a_name_by_http", "connect_metadata", "connect_the_machines_own_address")
+        else ("a_name_by_http", "connect_metadata", "connect_the_machines_second_address")
     )
     if who == "root":
         done = run_on_the_machine([sys.executable, *PROGRAM, word, *only], 280)
@@ -52,6 +58,7 @@ def test_the_internet_is_reached_and_nothing_inside(who: str, word: str) -> None
 def test_the_attempts_would_reach_what_is_inside_with_the_network_of_the_machine() -> None:
     """The world answers on every address that the attempts try: what holds them back is the sandbox's network."""
     names = [f"connect_{name}" for name in NOT_PUBLIC] + ["connect_loopback", "abstract_socket", "datagrams"]
+    names += [f"connect_{name}" for name in OF_THE_MACHINE]
     done = run_on_the_machine([sys.executable, *PROGRAM, "host", *names], 280)
     reached = {line.split()[2] for line in done.stdout.splitlines() if line.startswith("GOT OUT")}
     assert reached == set(names), done.stdout + done.stderr[-4000:]

@@ -9,7 +9,9 @@ import io
 import os
 import re
 import select
+import shutil
 import signal
+import subprocess
 import sys
 import tarfile
 import urllib.request
@@ -771,6 +773,135 @@ async def test_nothing_runs_in_a_paused_sandbox(provider: LocalProvider, sandbox
     await process.aclose()
     with pytest.raises(SandboxGone):
         await provider.pause(sandbox)
+
+
+async def test_a_command_that_is_just_starting_does_not_run_in_a_paused_sandbox(
+    provider: LocalProvider, sandbox: str
+) -> None:
+    place = provider.home / "sandboxes" / sandbox / "root/tmp"
+
+    def written() -> dict[str, int]:
+        return {path.name: path.stat().st_size for path in place.glob("of-*")}
+
+    for turn in range(6):  # the first ones by the spawner, later ones by a command starter
+        starts = [
+            asyncio.ensure_future(
+                provider.start_process(
+                    sandbox,
+                    ProcessSpec(argv=("sh", "-c", f"while :; do echo >> /tmp/of-{turn}-{number}; done")),
+                )
+            )
+            for number in range(16)
+        ]
+        await asyncio.sleep(0.001 * turn)
+        await provider.pause(sandbox)
+        began = await asyncio.gather(*starts, return_exceptions=True)
+        before = written()
+        await asyncio.sleep(0.3)
+        assert written() == before
+        await provider.resume(sandbox)
+        for process in began:
+            if isinstance(process, BaseException):
+                assert isinstance(process, SandboxUnavailableError)
+            elif not process.exited:
+                await process.terminate(0.0)
+                with contextlib.suppress(SandboxUnavailableError):  # it was not let in
+                    assert await process.wait() == 137
+            if not isinstance(process, BaseException):
+                await process.aclose()
+
+
+CHAIN = """
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+int main(void) {
+    int fd = open("/tmp/chain", O_RDWR | O_CREAT, 0644);
+    if (fd < 0 || ftruncate(fd, 4096) != 0) return 1;
+    volatile unsigned long *links = mmap(0, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    signal(SIGCHLD, SIG_IGN);
+    if (fork() > 0) for (;;) pause();
+    for (;;) { if (fork() > 0) _exit(0); ++*links; }
+}
+"""
+
+
+async def test_a_chain_of_processes_that_each_fork_the_next_one_is_paused_and_ended(
+    provider: LocalProvider, sandbox: str, tmp_path: Path
+) -> None:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    (tmp_path / "chain.c").write_text(CHAIN)
+    command = [compiler, "-O1", "-o", str(tmp_path / "chain"), str(tmp_path / "chain.c")]
+    subprocess.run(command, check=True, capture_output=True)
+    await provider.write_file(sandbox, "/root/chain", chunks((tmp_path / "chain").read_bytes()), mode=0o755)
+
+    async def links() -> int:
+        with contextlib.suppress(SandboxFileNotFoundError):
+            return int.from_bytes((await read(provider, sandbox, "/tmp/chain"))[:8], sys.byteorder)
+        return 0
+
+    async def stands_still() -> bool:
+        before = await links()
+        await asyncio.sleep(0.1)
+        return await links() == before
+
+    for _ in range(6):
+        process = await provider.start_process(sandbox, ProcessSpec(argv=("/root/chain",)))
+        while await stands_still():
+            pass
+        await provider.pause(sandbox)
+        assert await stands_still()
+        await provider.resume(sandbox)
+        while await stands_still():
+            pass
+        await process.terminate(0.0)
+        assert await stands_still()
+        await process.aclose()
+
+
+async def test_a_file_of_proc_that_takes_the_kernel_long_does_not_hold_up_others(
+    provider: LocalProvider, sandbox: str
+) -> None:
+    script = """if True:
+        import mmap, os, time
+        fd = os.memfd_create("x")
+        os.ftruncate(fd, 64 << 20)
+        maps = [mmap.mmap(fd, 64 << 20, flags=mmap.MAP_SHARED | 0x8000) for _ in range(150)]  # populated
+        os.symlink(f"/proc/{os.getpid()}/smaps_rollup", "/tmp/answer")
+        time.sleep(1000)
+    """
+    process = await provider.start_process(sandbox, ProcessSpec(argv=("python3", "-c", script)))
+    for _ in range(600):
+        with contextlib.suppress(SandboxFileNotFoundError):
+            await provider.stat(sandbox, "/tmp/answer")
+            break
+        await asyncio.sleep(0.05)
+    loop, turns = asyncio.get_running_loop(), 0
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0.001)
+            turns += 1
+
+    others = asyncio.ensure_future(turn())
+    await asyncio.sleep(0.01)
+    chunks_read = provider.read_file(sandbox, "/tmp/answer")
+    try:
+        began, first = loop.time(), turns
+        data = b"".join([chunk async for chunk in chunks_read])
+    except SandboxFileError as error:
+        pytest.skip(f"this kernel has no smaps_rollup: {error}")
+    finally:
+        others.cancel()
+    assert b"Rss" in data
+    if loop.time() - began < 0.05:
+        pytest.skip("this kernel is too fast for the question")
+    assert turns - first > 10
+    await process.aclose()
 
 
 async def test_pausing_does_not_wait_for_a_child_it_stopped_before_its_program_began(

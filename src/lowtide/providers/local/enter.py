@@ -148,6 +148,7 @@ class Entrance:
         streams: dict[int, int] = {}
         stdin: int | None = None
         try:
+            theirs.append(self._place(sandbox_id))
             if spec.tty is None:
                 if spec.stdin:
                     stdin_r, stdin = self._pipe(known, write_here=True)
@@ -248,6 +249,14 @@ class Entrance:
             known.command_starter = await client.command_starter(message, pidfd)
             dismiss_when_idle(known)
         return known.command_starter
+
+    def _place(self, sandbox_id: str) -> int:
+        """The sandbox's directory, in which the process of a command looks whether the sandbox is paused."""
+        try:
+            path = self._directory_of(sandbox_id).path
+            return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise gone(sandbox_id) from None
 
     def _pipe(self, known: Known, *, write_here: bool) -> tuple[int, int]:
         """A pipe; the sandbox's end belongs to its root, so that /dev/stdout can be opened again."""

@@ -152,13 +152,30 @@ async def read_file(inside: Caller, path: str) -> AsyncIterator[bytes]:
     with os.fdopen(fds[0], "rb", buffering=0) as file:
         left = os.fstat(fds[0]).st_size or None  # /proc and its like say 0 although there is something
         first = True
-        while (left is None or left > 0) and (data := file.read(min(_CHUNK, left or _CHUNK))):
+        while left is None or left > 0:
+            data = await _read_apart(fds[0]) if left is None else file.read(min(_CHUNK, left))
+            if not data:
+                break
             if left is None and first and os.fstat(fds[0]).st_size:
                 break  # it was empty, and has begun to grow
             first = False
             left = None if left is None else left - len(data)
             yield data
             await asyncio.sleep(0)
+
+
+async def _read_apart(descriptor: int) -> bytes:
+    """From a file without a size, in a thread: one read of a file in /proc can take the kernel seconds, as long as a
+    sandbox's process has made its address space."""
+    own = os.dup(descriptor)  # the read goes on when its caller is cancelled and closes the file
+
+    def work() -> bytes:
+        try:
+            return os.read(own, _CHUNK)
+        finally:
+            os.close(own)
+
+    return await in_thread(work)
 
 
 async def write_file(

@@ -59,8 +59,12 @@ class Freezer:
 
     def holds(self, pid: int, thread: int) -> bool:
         """Whether this thread is in the group."""
+        return self.holds_path(f"/proc/{pid}/task/{thread}")
+
+    def holds_path(self, task: str) -> bool:
+        """The same for a thread's directory in a /proc."""
         name = os.path.basename(self.path)
-        with open(f"/proc/{pid}/task/{thread}/cgroup") as file:
+        with open(f"{task}/cgroup") as file:
             return any(os.path.basename(line.rstrip("\n")) == name for line in file)
 
 

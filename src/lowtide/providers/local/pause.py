@@ -9,17 +9,22 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 import warnings
+from collections.abc import Callable, Iterator
 
+from lowtide import threads
 from lowtide.errors import LowtideError, SandboxUnavailableError
-from lowtide.providers.local import cgroups, freezer
+from lowtide.providers.local import cgroups, freezer, stop_all
 from lowtide.providers.local.destroy import in_sandbox, members, send, state
 from lowtide.providers.local.freezer import Freezer
 from lowtide.providers.local.sandbox_directory import ProcessMark, SandboxDirectory
 
 _PATIENCE_SECONDS = 10.0
 _MOMENT_SECONDS = 0.25
+_LOOKS = 2  # in a row that find everything held: numbers of processes can begin anew during one
 _ENDED = ("Z", "X", "")
 _STOPPED = ("T", "t", *_ENDED)
 _ASLEEP = (*_STOPPED, "D")
@@ -57,21 +62,59 @@ def pause(directory: SandboxDirectory, inner: ProcessMark) -> None:
 
 
 def _freeze(directory: SandboxDirectory, inner: ProcessMark, group: Freezer) -> None:
-    """What is in the group cannot fork any more, so looking again finds what was missed."""
-    began = time.monotonic()
+    """What is in the group cannot fork any more, so looking again finds what was missed.
+
+    Processes that fork and end faster than they are moved are stopped first, all at once.
+    """
+    began, looks = time.monotonic(), 0
     while True:
         outside = [pid for pid in _own(inner) if not _held(group, pid)]
         for pid in outside:
             _move(inner, group, pid)
         waited = time.monotonic() - began
-        if not outside and (
+        looks = looks + 1 if not outside and all(_tasks(inner, group.holds_path)) else 0
+        if looks >= _LOOKS and (
             group.frozen() or (waited > _MOMENT_SECONDS and all(_state(pid) != "R" for pid in _own(inner)))
         ):
             return
         if waited > _PATIENCE_SECONDS:
             resume(directory, inner)
             raise _does_not_stop(directory)
+        if waited > _MOMENT_SECONDS and not looks:
+            directory.set_paused(True)  # not by the freezer alone: resume() has to send SIGCONT
+            _stop_at_once(inner)
         time.sleep(0.002)
+
+
+def _tasks(inner: ProcessMark, is_held: Callable[[str], bool]) -> Iterator[bool]:
+    """For each process in the sandbox's own /proc but process 1: whether it is held. What ended meanwhile is not:
+    it may have been one of a chain, in which each process forks the next one and ends.
+
+    Numbers in there grow, so the last one of a chain is always among them.
+    """
+    processes = f"/proc/{inner.pid}/root/proc"
+    for name in os.listdir(processes):
+        if name.isdigit() and name != "1":
+            try:
+                for thread in os.listdir(f"{processes}/{name}/task"):
+                    path = f"{processes}/{name}/task/{thread}"
+                    yield _letter(path) in _ENDED or is_held(path)
+            except (FileNotFoundError, ProcessLookupError, IndexError):
+                yield False
+
+
+def _stop_at_once(inner: ProcessMark) -> None:
+    """SIGSTOP for every process of the sandbox in one instant, which no fork gets past."""
+    python = getattr(sys, "_base_executable", None) or sys.executable
+    with contextlib.suppress(subprocess.TimeoutExpired):  # then the next look tells
+        threads.run_process(
+            [python, "-I", "-S", stop_all.__file__, str(inner.pid), str(inner.start_time)],
+            env={},
+            cwd="/",
+            capture_output=True,
+            timeout=_PATIENCE_SECONDS,
+            check=False,
+        )
 
 
 def _held(group: Freezer, pid: int) -> bool:
@@ -103,16 +146,33 @@ def _move(inner: ProcessMark, group: Freezer, pid: int) -> None:
 def _stop(directory: SandboxDirectory, inner: ProcessMark) -> None:
     """By signals. What is stopped cannot fork, so looking again finds what was missed."""
     directory.set_paused(True)
-    began = time.monotonic()
-    while running := [pid for pid in _own(inner) if _state(pid) not in _STOPPED]:
+    began, looks = time.monotonic(), 0
+    while looks < _LOOKS:
+        running = [pid for pid in _own(inner) if _state(pid) not in _STOPPED]
         waited = time.monotonic() - began
-        if waited > _MOMENT_SECONDS and all(_state(pid) in _ASLEEP for pid in running):
-            return
+        stopped = not running and all(_tasks(inner, _is_stopped))
+        asleep = waited > _MOMENT_SECONDS and all(_tasks(inner, _is_asleep))
+        looks = looks + 1 if stopped or asleep else 0
+        if waited > _MOMENT_SECONDS and not looks:
+            _stop_at_once(inner)
         if waited > _PATIENCE_SECONDS:
             resume(directory, inner)
             raise _does_not_stop(directory)
         send(inner, running, signal.SIGSTOP)
         time.sleep(0.002)
+
+
+def _is_stopped(task: str) -> bool:
+    return _letter(task) in _STOPPED
+
+
+def _is_asleep(task: str) -> bool:
+    return _letter(task) in _ASLEEP
+
+
+def _letter(task: str) -> str:
+    with open(f"{task}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()[0].decode()
 
 
 def resume(directory: SandboxDirectory, inner: ProcessMark) -> None:

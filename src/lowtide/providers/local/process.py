@@ -20,6 +20,7 @@ from lowtide.errors import (
     ValidationError,
 )
 from lowtide.providers.base import STDERR, STDOUT, TerminalSize
+from lowtide.providers.local.pause import paused
 from lowtide.providers.local.sandbox_directory import ProcessMark
 from lowtide.providers.local.spawner.end_tree import end_tree, open_processes
 from lowtide.providers.local.spawner_client import CommandStarter, Message, Reply, SpawnerClient
@@ -113,6 +114,8 @@ class LocalProcess:
                     sandbox_id=self._sandbox_id,
                 )
             )
+        elif "paused" in message:
+            self._exit.set_exception(paused(self._sandbox_id))
         elif "errno" in message:
             self._exit.set_exception(entry_error(message, self._inner, self._sandbox_id))
         elif "exit" in message:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import time
@@ -18,6 +19,7 @@ from lowtide.providers.base import SandboxInfo, SandboxState
 
 _EXITING = 0x4  # PF_EXITING: it runs no code of its own any more
 _THREADS = 17  # of the fields after the name: how many there are
+_STARTS_SECONDS = 1.0
 _NAME_LETTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
 
 
@@ -132,9 +134,27 @@ class SandboxDirectory:
         """`frozen`: by the freezer and not by signals."""
         if yes:
             self._write("paused", "frozen" if frozen else "")
+            self._wait_for_starts()
         else:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f"{self.path}/paused")
+
+    def _wait_for_starts(self) -> None:
+        """Until every command starter that has not seen the record has made the process of its command.
+
+        It holds a lock on this directory for that long. A process that takes longer to begin its program is there
+        already, and is found by whoever pauses.
+        """
+        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            until = time.monotonic() + _STARTS_SECONDS
+            while time.monotonic() < until:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return
+                time.sleep(0.001)
+        finally:
+            os.close(folder)
 
     def frozen(self) -> bool:
         """Whether it is paused by the freezer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from ipaddress import IPv4Address
@@ -13,6 +14,9 @@ from lowtide.providers.network.policy import Address, address_of
 
 MOST_LOOKUPS = 8
 """Threads that look names up. They count as processes of a sandbox whose control group holds the proxy."""
+# rtnetlink
+_NETLINK_ROUTE, _NEWROUTE, _GETROUTE, _REQUEST, _ROUTE_TO = 0, 24, 26, 1, 1
+_HEADER_BYTES, _TYPE_OFFSET, _UNICAST = 16, 7, 1
 
 
 async def of_system(name: str) -> list[Address]:
@@ -45,7 +49,33 @@ def start_lookups() -> None:
 
 
 def is_own(address: Address) -> bool:
-    """Whether it is one of this machine's own, whatever its number is: what goes there comes from there."""
+    """Whether packets to it stay on this machine, whatever its number is.
+
+    The kernel's route decides. The address that a packet would come from does not: packets to the second address
+    of an interface, or into a whole range that is routed to this machine, come from another of its addresses.
+    """
+    try:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_ROUTE) as kernel:
+            kernel.settimeout(5.0)
+            kernel.send(_route_request(address))
+            reply = kernel.recv(1 << 16)
+    except OSError:
+        return _comes_from_itself(address)
+    _, kind = struct.unpack_from("=IH", reply)
+    return kind == _NEWROUTE and reply[_HEADER_BYTES + _TYPE_OFFSET] != _UNICAST
+
+
+def _route_request(address: Address) -> bytes:
+    """For the route to one address."""
+    family = socket.AF_INET if isinstance(address, IPv4Address) else socket.AF_INET6
+    packed = address.packed
+    route = struct.pack("=BBBBBBBBI", family, len(packed) * 8, 0, 0, 0, 0, 0, 0, 0)
+    body = route + struct.pack("=HH", 4 + len(packed), _ROUTE_TO) + packed
+    return struct.pack("=IHHII", _HEADER_BYTES + len(body), _GETROUTE, _REQUEST, 1, 0) + body
+
+
+def _comes_from_itself(address: Address) -> bool:
+    """The same where the kernel cannot be asked for a route: finds the first address of each interface."""
     family = socket.AF_INET if isinstance(address, IPv4Address) else socket.AF_INET6
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import resource
 import select
@@ -16,7 +17,7 @@ import signal
 import socket
 import stat
 
-from .commands import candidates
+from .commands import candidates, is_paused
 from .end_tree import wear
 from .kernel import SYS_CLOSE_RANGE, libc
 from .restrictions import enter, restrict
@@ -105,10 +106,15 @@ class CommandStarter:
             os.close(fd)
 
     def start(self, message: Message, fds: Fds) -> None:
-        reply, *stdio = fds
+        reply, place, *stdio = fds
         try:
-            pid = self.spawn(message, stdio)
-            if isinstance(pid, str):
+            fcntl.flock(place, fcntl.LOCK_SH)  # whoever pauses waits until the process is there
+            pid = "paused" if is_paused(place) else self.spawn(message, stdio)
+            fcntl.flock(place, fcntl.LOCK_UN)
+            if pid == "paused":
+                send(reply, {"paused": True})
+                os.close(reply)
+            elif isinstance(pid, str):
                 send(reply, {"exit": 127 if pid == "missing" else 126})
                 os.close(reply)
             else:
@@ -121,7 +127,7 @@ class CommandStarter:
             failure(reply, error)
             os.close(reply)
         finally:
-            for fd in stdio:
+            for fd in (place, *stdio):
                 os.close(fd)
 
     def spawn(self, message: Message, stdio: Fds) -> int | str:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MARKER = "LOWTIDE_PROCESS"
 LARGEST = 1 << 21  # of an environment that is looked through
 THREADS = 17  # of the fields of a stat file after the name: how many threads there are
+LOOKS = 50  # in a row that find nothing, while other processes come and go
 LOCKS = 10  # RLIMIT_LOCKS: nothing has looked at it for twenty years, and every descendant inherits it
 
 
@@ -67,10 +68,19 @@ def end_tree(processes: int, mark: str, grace: float) -> None:
     known: set[tuple[int, bytes]] = set()
     told: set[tuple[int, bytes]] = set()
     last = time.monotonic() + grace + 30
+    ended: set[int] = set()
+    looks = 0
     while time.monotonic() < last:
-        known = marked(processes, mark, known)
+        before = ended
+        known, ended = marked(processes, mark, known)
         if not known:
-            return
+            # One that ended just now may be of a chain, in which each process forks the next one and ends.
+            looks += 1
+            if ended <= before or looks >= LOOKS:
+                return
+            time.sleep(0.002)
+            continue
+        looks = 0
         late = time.monotonic() >= deadline
         for process in known:
             if late or process not in told:
@@ -89,20 +99,30 @@ def tell(processes: int, process: tuple[int, bytes], signals: tuple[signal.Signa
                 signal.pidfd_send_signal(folder, number)
 
 
-def marked(processes: int, mark: str, known: set[tuple[int, bytes]]) -> set[tuple[int, bytes]]:
-    """Live processes that carry the mark or descend from one that does or did: number and start."""
+def marked(
+    processes: int, mark: str, known: set[tuple[int, bytes]]
+) -> tuple[set[tuple[int, bytes]], set[int]]:
+    """Live processes that carry the mark or descend from one that does or did: number and start.
+
+    And the numbers of those that had ended when they were looked at.
+    """
     living: dict[int, tuple[int, bytes]] = {}
     found: set[int] = set()
+    ended: set[int] = set()
     for name in os.listdir(processes):
         if not name.isdigit() or name == "1":
             continue
         pid = int(name)
+        ended.add(pid)
         with contextlib.suppress(OSError), opened(processes, pid) as folder:
             fields = stat_fields(folder)
             if fields and lives(fields):
                 living[pid] = (int(fields[1]), fields[19])
                 if (pid, fields[19]) in known or wears(folder, mark):
                     found.add(pid)
+                fields = stat_fields(folder)
+                if fields and lives(fields):
+                    ended.discard(pid)
     grown = True
     while grown:
         grown = False
@@ -110,7 +130,7 @@ def marked(processes: int, mark: str, known: set[tuple[int, bytes]]) -> set[tupl
             if pid not in found and parent in found:
                 found.add(pid)
                 grown = True
-    return {(pid, living[pid][1]) for pid in found}
+    return {(pid, living[pid][1]) for pid in found}, ended
 
 
 @contextlib.contextmanager
