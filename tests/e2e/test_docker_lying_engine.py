@@ -422,7 +422,7 @@ needs_own_engine = [
 
 class TestANewEngine:
     # Alone: on a busy machine thirty creates at once, with an engine that copies whole images, outlast every deadline.
-    pytestmark = [needs_own_engine, pytest.mark.alone]
+    pytestmark = [*needs_own_engine, pytest.mark.alone]
 
     async def test_a_first_create_finds_no_image_no_network_and_no_program(
         self, new_engine: str, registry_image: str
