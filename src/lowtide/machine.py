@@ -278,6 +278,23 @@ def namespace() -> str:
 os.register_at_fork(after_in_child=namespace.cache_clear)
 
 
+def powers() -> str:
+    """What a process started from here may do: its user namespace and, for root, the capabilities it can have.
+
+    Root in a user namespace of its own, or in a service without CAP_KILL, has the same number as any other root and cannot
+    end what that one has started. The bounding set is what an exec leaves as it is.
+    """
+    try:
+        users = str(os.stat("/proc/self/ns/user").st_ino)
+        if os.geteuid() != 0:
+            return users
+        with open("/proc/self/status", "rb") as file:
+            bounding = next((line.split()[1] for line in file if line.startswith(b"CapBnd:")), b"?")
+    except OSError:
+        return "?"
+    return f"{users} {bounding.decode()}"
+
+
 def network_namespace() -> str:
     """Where this process's connections go out: a guardian in another one may not reach the same services."""
     try:
@@ -291,6 +308,7 @@ class RunningProcess:
     """What of a process is the same for as long as it runs the same program."""
 
     start_time: int
+    """0 where this process does not know its own."""
     image: str
     """Where the kernel placed the program: another place after every exec, except where address randomisation is
     disabled. Empty where it is not shown."""
@@ -310,6 +328,8 @@ def running_process(pid: int) -> RunningProcess | None:
         return None
     except PermissionError:
         pass  # it is there, and another user's
+    except OverflowError as error:  # of a damaged row: that proves nothing
+        raise OSError(errno.EINVAL, "there is no such number") from error
     if not _proc_is_ours():
         raise OSError(errno.ENOENT, "/proc shows another pid namespace")
     try:
@@ -324,8 +344,12 @@ def running_process(pid: int) -> RunningProcess | None:
 
 
 def this_process() -> RunningProcess:
+    """Its start time is 0 where it cannot be read, or where what is read is not what other processes see.
+
+    QEMU's user mode shows each process a made-up /proc/self/stat (fewer fields than the kernel's, another start time).
+    """
     try:
-        return _read_process("/proc/self") or RunningProcess(0, "")
+        return _read_process("/proc/self", own=True) or RunningProcess(0, "")
     except OSError:
         return RunningProcess(0, "")
 
@@ -334,9 +358,15 @@ def _proc_is_ours() -> bool:
     return os.readlink("/proc/self") == str(os.getpid())
 
 
-def _read_process(path: str) -> RunningProcess | None:
+_STAT_FIELDS = 50
+"""That follow the name in /proc/PID/stat, since Linux 3.5."""
+
+
+def _read_process(path: str, *, own: bool = False) -> RunningProcess | None:
     with open(f"{path}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
+    if own and len(fields) < _STAT_FIELDS:
+        return RunningProcess(0, "")
     # A first thread that has ended while others run looks like a process that has.
     if fields[0] in (b"Z", b"X") and int(fields[17]) <= 1:
         return None
