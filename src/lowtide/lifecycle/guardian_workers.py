@@ -30,6 +30,7 @@ from lowtide.errors import (
     MissingDependencyError,
     SandboxGone,
     SandboxNotFoundError,
+    without_secrets,
 )
 from lowtide.lifecycle import ask_provider
 from lowtide.lifecycle.ask_provider import Sighting, Testimony
@@ -594,7 +595,7 @@ class _Work:
             await self._warm(provider)
             self._provider = provider
         except Exception as error:
-            self._refusal = str(error) or type(error).__name__
+            self._refusal = without_secrets(str(error)) or type(error).__name__
         self._is_loaded.set()
 
     def _terminated(self) -> None:
@@ -658,7 +659,8 @@ class _Work:
                     self._ledger = SqliteLedger(self._path / "ledger.db")
                 answer = await _do(self._ledger, self._provider, self._refusal, job)
             except Exception as error:
-                failed = {"outcome": Outcome.FAILED, "why": str(error) or type(error).__name__}
+                why = without_secrets(str(error)) or type(error).__name__
+                failed = {"outcome": Outcome.FAILED, "why": why}
                 answer = failed if "end" in job else {"error": failed["why"]}
         if not writer.is_closing():
             writer.write(json.dumps({**answer, "number": job["number"]}).encode() + b"\n")
