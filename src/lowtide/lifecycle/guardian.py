@@ -72,7 +72,8 @@ class Guardian:
     ) -> None:
         """`leaves` is called once it looks at nothing any more: the next one may begin, whatever is left to tidy up.
 
-        `lock` makes it the guardian of a state directory that was removed and made again; False: another one is.
+        `lock` makes sure that it is the guardian of the state directory, also of one that was removed and made again;
+        False: another one is.
         """
         self.path = path
         self._leaves = leaves
@@ -160,7 +161,7 @@ class Guardian:
     async def _look(self) -> bool:
         """One look at the ledger. False when it is time to leave."""
         nothing_known = not self.open and not len(self.links)
-        if nothing_known and not (self.path / "ledger.db").exists():
+        if nothing_known and not self._has_ledger():
             log.info("the ledger was removed")
             return False
         if self._has_to_make_way():
@@ -168,8 +169,9 @@ class Guardian:
         if self.ledger.damaged:  # seen by a write, while it can still be read
             self._set_ledger_aside()
         try:
-            if not self.path.is_dir() and not await self._make_home_again():
+            if not self._has_home() and not await self._make_home_again():
                 return False
+            await self._listen_again_if_removed()
             self.open = await self.ledger.leases()
             verdicts = {owner: self.watch.look(owner) for owner in {lease.owner for lease in self.open}}
             for lease in self.open:
@@ -197,6 +199,12 @@ class Guardian:
             machine.remove_ended_boots(self.path, {lease.owner.boot_id for lease in self.open})
             return True
         return now - self.idle_since < IDLE_SECONDS
+
+    def _has_home(self) -> bool:
+        return os.path.isdir(self.path)  # False, too, for one that is out of reach: `Path.is_dir` would raise
+
+    def _has_ledger(self) -> bool:
+        return os.path.exists(self.path / "ledger.db")
 
     def _gives_ledger_up(self) -> bool:
         """It could not be read for a day and no owner is linked. The next guardian, with the next owner, tries again."""
@@ -465,6 +473,17 @@ class Guardian:
             return not self._out_of_time()
         self._note(f"the state directory was removed: made again with {len(self.open)} open leases")
         return mine  # else another guardian is there, and has the rows now
+
+    async def _listen_again_if_removed(self) -> None:
+        """Somebody has tidied up the socket: without it no later owner finds this guardian, nor gets another one."""
+        if self.links.has_entrance():
+            return
+        try:
+            if self._lock():
+                await self.links.open()
+                self._note("the guardian's socket was removed: it is made again")
+        except OSError as error:
+            log.warning("the guardian's socket was removed and cannot be made again: %s", error)
 
     def _note(self, text: str) -> None:
         log.warning("%s", text)
