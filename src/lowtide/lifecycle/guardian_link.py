@@ -382,9 +382,10 @@ def lock_name() -> str:
 def _view() -> str:
     """Of this machine, boot and pid namespace: a guardian protects those whose death it can see, and only those.
 
-    And of the protocol, see `PROTOCOL`.
+    And of what it may do, see `machine.powers`: one with less could not end their local sandboxes. And of the protocol,
+    see `PROTOCOL`.
     """
-    seen = f"{PROTOCOL} {machine.machine_id()} {machine.boot_id()} {machine.namespace()}"
+    seen = f"{PROTOCOL} {machine.machine_id()} {machine.boot_id()} {machine.namespace()} {machine.powers()}"
     return hashlib.sha256(seen.encode()).hexdigest()[:8]
 
 
