@@ -278,21 +278,22 @@ def namespace() -> str:
 os.register_at_fork(after_in_child=namespace.cache_clear)
 
 
-def powers() -> str:
-    """What a process started from here may do: its user namespace and, for root, the capabilities it can have.
+def reach() -> str:
+    """What a process started from here sees and may do: user and mount namespace, root directory, and what root is left.
 
-    Root in a user namespace of its own, or in a service without CAP_KILL, has the same number as any other root and cannot
-    end what that one has started. The bounding set is what an exec leaves as it is.
+    Root in a user namespace of its own, or in a service without CAP_KILL or with read-only control groups, has the same
+    number as any other root and cannot end what that one has started. Of capabilities it is the bounding set that an
+    exec leaves as it is. The thread's own: a thread that starts a process hands down what it has.
     """
     try:
-        users = str(os.stat("/proc/self/ns/user").st_ino)
-        if os.geteuid() != 0:
-            return users
-        with open("/proc/self/status", "rb") as file:
-            bounding = next((line.split()[1] for line in file if line.startswith(b"CapBnd:")), b"?")
+        thread, top = "/proc/thread-self", os.stat("/")
+        namespaces = [str(os.stat(f"{thread}/ns/{kind}").st_ino) for kind in ("user", "mnt")]
+        with open(f"{thread}/status", "rb") as file:
+            bounding = next((line.split()[1].decode() for line in file if line.startswith(b"CapBnd:")), "?")
     except OSError:
         return "?"
-    return f"{users} {bounding.decode()}"
+    limits = bounding if os.geteuid() == 0 else ""
+    return " ".join([*namespaces, f"{top.st_dev}:{top.st_ino}", limits])
 
 
 def network_namespace() -> str:

@@ -199,12 +199,23 @@ def test_a_stopped_guardian_holds_up_no_create(world: World) -> None:
     world.wait_until_clean()
 
 
-# Another user namespace, or less of a root.
+# Another user or mount namespace, or less of a root.
 
 LESS_OF_A_ROOT = {
     "user namespace": ("unshare", "--user", "--map-root-user"),
     "no capabilities": ("setpriv", "--bounding-set=-all", "--inh-caps=-all"),
+    "read-only control groups": (
+        *("unshare", "--mount", "sh", "-c"),
+        'for at in /sys/fs/cgroup /sys/fs/cgroup/*/; do mount -o remount,bind,ro "$at"; done 2>/dev/null; exec "$@"',
+        "sh",
+    ),
 }
+
+
+WITH_LIMITS = """
+if PROVIDER == "local": OPTIONS["resources"] = {"limits": {"memory": "128Mi"}}
+hold()
+"""
 
 
 @ROOT_ONLY
@@ -213,7 +224,7 @@ def test_a_guardian_that_may_do_less_than_the_owner_is_not_its_guardian(world: W
     first = world.start_program('OPTIONS["provider"] = "faulty"\nhold()', 1, within=LESS_OF_A_ROOT[place])
     first.until("READY")
     until(lambda: " watches " in world.log())
-    owner = world.start("hold", 2)
+    owner = world.start_program(WITH_LIMITS)
     owner.until("READY")
     until(lambda: world.log().count(" watches ") >= 2)
     owner.kill()

@@ -399,8 +399,8 @@ class Guardian:
         # that are stuck may be younger than the last look at the ledger.
         again = {lease.lease_id for lease in self.open if lease.provider == credentials.name} | self.stuck
         for lease_id in again:
-            self.retries.succeeded(lease_id)
-            self.retries.succeeded("ask " + lease_id)
+            for what in ("", "ask ", "renew "):
+                self.retries.succeeded(what + lease_id)
         self.stuck.clear()
         self.changed.set()
 

@@ -382,10 +382,10 @@ def lock_name() -> str:
 def _view() -> str:
     """Of this machine, boot and pid namespace: a guardian protects those whose death it can see, and only those.
 
-    And of what it may do, see `machine.powers`: one with less could not end their local sandboxes. And of the protocol,
-    see `PROTOCOL`.
+    And of what it sees and may do, see `machine.reach`: one with less could not end their local sandboxes. And of the
+    protocol, see `PROTOCOL`.
     """
-    seen = f"{PROTOCOL} {machine.machine_id()} {machine.boot_id()} {machine.namespace()} {machine.powers()}"
+    seen = f"{PROTOCOL} {machine.machine_id()} {machine.boot_id()} {machine.namespace()} {machine.reach()}"
     return hashlib.sha256(seen.encode()).hexdigest()[:8]
 
 
