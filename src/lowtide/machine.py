@@ -220,6 +220,11 @@ def _is_free(path: Path, *, remove: bool = False) -> bool | None:
         os.close(fd)
 
 
+def is_locked(path: Path) -> bool:
+    """Whether somebody holds the lock on that file now, as far as that can be told."""
+    return _is_free(path) is False
+
+
 def remove_ended_boots(directory: Path, needed: Collection[str]) -> None:
     """Remove the locks of boots that are over, but for those `needed` as evidence."""
     keep = {boot_lock_name(boot) for boot in {*needed, boot_id()}}

@@ -29,6 +29,7 @@ from lowtide.lifecycle.backoff import Retries
 from lowtide.lifecycle.crash_points import point
 from lowtide.lifecycle.deadlines import Deadlines
 from lowtide.lifecycle.end import end_for_another
+from lowtide.lifecycle.guardian_link import lock_name
 from lowtide.lifecycle.guardian_socket import Links
 from lowtide.lifecycle.guardian_upkeep import Upkeep
 from lowtide.lifecycle.guardian_workers import Credentials, NoCredentials, Start, Workers
@@ -53,6 +54,8 @@ TERM_SECONDS = 20.0
 """A terminated guardian is gone after this, whatever does not answer."""
 CLOSE_SECONDS = 5.0
 """Of these, what it has for closing after it has given up what dead owners have left."""
+PRECEDENCE_SECONDS = 1.0
+"""For the guardian that an owner has linked to, where there are several: others may be able to do less for it."""
 GIVE_UP_SECONDS = 86_400.0
 """What has failed for so long does not keep the guardian. The next one, with the next owner, tries again."""
 END_SECONDS = 120.0
@@ -108,6 +111,8 @@ class Guardian:
         """What people should know of, for `lowtide guardian status` and `lowtide doctor`."""
         self.starts: set[Start] = set()
         """Of the owners that are linked."""
+        self.came: set[Owner] = set()
+        """Those that have come to the socket."""
         self.makes_way = False
         self.rooms: dict[tuple[str, str], asyncio.Semaphore] = {}
         """Per account: a service that does not answer holds up nobody else's sandboxes."""
@@ -247,7 +252,9 @@ class Guardian:
         self.stuck &= known
         self.failing = {one: since for one, since in self.failing.items() if one in known}
         self.starts = {start for start in self.starts if not start.closed}
-        self.watch.only({lease.owner for lease in self.open})
+        owners = {lease.owner for lease in self.open}
+        self.watch.only(owners)
+        self.came = {owner for owner in self.came if owner in owners or owner in self.links}
         accounts = {(lease.provider, lease.account) for lease in self.open}
         self.rooms = {account: room for account, room in self.rooms.items() if account in accounts}
         self.retries.only(known | {"renew " + one for one in known} | {"ask " + one for one in known})
@@ -259,7 +266,14 @@ class Guardian:
 
     def _look_at(self, owner: Owner) -> None:
         """One that has come to the socket: it owns nothing yet, or a row says so already."""
+        self.came.add(owner)
         self.watch.look(owner)
+
+    def _is_anothers(self, owner: Owner) -> bool:
+        """Whether another guardian may be nearer to it: one runs, and this one was never addressed."""
+        return owner not in self.came and any(
+            path.name != lock_name() and machine.is_locked(path) for path in self.path.glob("guardian-*.lock")
+        )
 
     def _owner_died(self, owner: Owner, why: str) -> None:
         point("guardian:owner-died")
@@ -339,6 +353,8 @@ class Guardian:
 
     async def _end_one(self, lease: Lease, decision: Decision, owner: Owner | None) -> None:
         known = self.learned
+        if owner is not None and self._is_anothers(owner):
+            await asyncio.sleep(PRECEDENCE_SECONDS)
         try:
             async with self.rooms.setdefault((lease.provider, lease.account), asyncio.Semaphore(AT_ONCE)):
                 outcome, why = await self.workers.with_any_key(
