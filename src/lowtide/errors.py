@@ -43,6 +43,23 @@ if TYPE_CHECKING:
     from lowtide.process import ProcessResult
 
 
+_secrets: set[str] = set()
+_SHORTEST_SECRET = 8
+
+
+def keep_secret(value: str | None) -> None:
+    """From now on no error's text has it: texts go to the ledger and to logs, and services quote the keys they refuse."""
+    if value and len(value) >= _SHORTEST_SECRET:
+        _secrets.add(value)
+
+
+def without_secrets(text: str) -> str:
+    for secret in _secrets:
+        if secret in text:
+            text = text.replace(secret, "***")
+    return text
+
+
 class LowtideError(Exception):
     """Root of the tree."""
 
@@ -58,7 +75,7 @@ class LowtideError(Exception):
         sandbox_id: str | None = None,
         retryable: bool | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(without_secrets(message))
         self.provider = provider
         self.sandbox_id = sandbox_id
         if retryable is not None:

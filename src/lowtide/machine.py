@@ -220,6 +220,11 @@ def _is_free(path: Path, *, remove: bool = False) -> bool | None:
         os.close(fd)
 
 
+def is_locked(path: Path) -> bool:
+    """Whether somebody holds the lock on that file now, as far as that can be told."""
+    return _is_free(path) is False
+
+
 def remove_ended_boots(directory: Path, needed: Collection[str]) -> None:
     """Remove the locks of boots that are over, but for those `needed` as evidence."""
     keep = {boot_lock_name(boot) for boot in {*needed, boot_id()}}
@@ -278,6 +283,24 @@ def namespace() -> str:
 os.register_at_fork(after_in_child=namespace.cache_clear)
 
 
+def reach() -> str:
+    """What a process started from here sees and may do: user and mount namespace, root directory, and what root is left.
+
+    Root in a user namespace of its own, or in a service without CAP_KILL or with read-only control groups, has the same
+    number as any other root and cannot end what that one has started. Of capabilities it is the bounding set that an
+    exec leaves as it is. The thread's own: a thread that starts a process hands down what it has.
+    """
+    try:
+        thread, top = "/proc/thread-self", os.stat("/")
+        namespaces = [str(os.stat(f"{thread}/ns/{kind}").st_ino) for kind in ("user", "mnt")]
+        with open(f"{thread}/status", "rb") as file:
+            bounding = next((line.split()[1].decode() for line in file if line.startswith(b"CapBnd:")), "?")
+    except OSError:
+        return "?"
+    limits = bounding if os.geteuid() == 0 else ""
+    return " ".join([*namespaces, f"{top.st_dev}:{top.st_ino}", limits])
+
+
 def network_namespace() -> str:
     """Where this process's connections go out: a guardian in another one may not reach the same services."""
     try:
@@ -291,6 +314,7 @@ class RunningProcess:
     """What of a process is the same for as long as it runs the same program."""
 
     start_time: int
+    """0 where this process does not know its own."""
     image: str
     """Where the kernel placed the program: another place after every exec, except where address randomisation is
     disabled. Empty where it is not shown."""
@@ -310,6 +334,8 @@ def running_process(pid: int) -> RunningProcess | None:
         return None
     except PermissionError:
         pass  # it is there, and another user's
+    except OverflowError as error:  # of a damaged row: that proves nothing
+        raise OSError(errno.EINVAL, "there is no such number") from error
     if not _proc_is_ours():
         raise OSError(errno.ENOENT, "/proc shows another pid namespace")
     try:
@@ -324,8 +350,12 @@ def running_process(pid: int) -> RunningProcess | None:
 
 
 def this_process() -> RunningProcess:
+    """Its start time is 0 where it cannot be read, or where what is read is not what other processes see.
+
+    QEMU's user mode shows each process a made-up /proc/self/stat (fewer fields than the kernel's, another start time).
+    """
     try:
-        return _read_process("/proc/self") or RunningProcess(0, "")
+        return _read_process("/proc/self", own=True) or RunningProcess(0, "")
     except OSError:
         return RunningProcess(0, "")
 
@@ -334,9 +364,15 @@ def _proc_is_ours() -> bool:
     return os.readlink("/proc/self") == str(os.getpid())
 
 
-def _read_process(path: str) -> RunningProcess | None:
+_STAT_FIELDS = 50
+"""That follow the name in /proc/PID/stat, since Linux 3.5."""
+
+
+def _read_process(path: str, *, own: bool = False) -> RunningProcess | None:
     with open(f"{path}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
+    if own and len(fields) < _STAT_FIELDS:
+        return RunningProcess(0, "")
     # A first thread that has ended while others run looks like a process that has.
     if fields[0] in (b"Z", b"X") and int(fields[17]) <= 1:
         return None

@@ -193,3 +193,25 @@ def run(world: World, *arguments: str) -> str:
 def doctor(world: World) -> list[dict[str, str]]:
     found: list[dict[str, str]] = json.loads(run(world, "doctor", "--provider", "local", "--json"))
     return found
+
+
+@pytest.mark.faulty
+def test_a_home_that_is_out_of_reach_for_a_while_keeps_its_guardian(world: World) -> None:
+    living, dying = world.start("hold", 1), world.start("hold", 1)
+    living.until("READY")
+    dying.until("READY")
+    guardian = world.guardian()
+    away = world.home.with_name("away")
+    world.home.rename(away)
+    world.home.write_text("")  # whoever looks for a file in there gets an error that is not "no such file"
+    try:
+        dying.kill()
+        time.sleep(LOOK_SECONDS + 1.0)
+    finally:
+        world.home.unlink()
+        away.rename(world.home)
+    assert world.guardian() == guardian
+    until(gone(world, dying.made()), 15)
+    assert living.made() <= world.existing()
+    living.kill()
+    world.wait_until_clean()

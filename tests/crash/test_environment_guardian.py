@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.lifecycle.guardian_link import connect, lock_name
+from lowtide.lifecycle.guardian_link import connect, lock_name, socket_name
+from lowtide.testing import FaultyService
 from tests.crash.environments import few_descriptors, pid_namespace
 from tests.crash.world import World
 
@@ -195,6 +196,65 @@ def test_a_stopped_guardian_holds_up_no_create(world: World) -> None:
             link.close()
     owner.kill()
     other.kill()
+    world.wait_until_clean()
+
+
+# Another user or mount namespace, or less of a root.
+
+LESS_OF_A_ROOT = {
+    "user namespace": ("unshare", "--user", "--map-root-user"),
+    "no capabilities": ("setpriv", "--bounding-set=-all", "--inh-caps=-all"),
+    "read-only control groups": (
+        *("unshare", "--mount", "sh", "-c"),
+        'for at in /sys/fs/cgroup /sys/fs/cgroup/*/; do mount -o remount,bind,ro "$at"; done 2>/dev/null; exec "$@"',
+        "sh",
+    ),
+}
+
+
+WITH_LIMITS = """
+if PROVIDER == "local": OPTIONS["resources"] = {"limits": {"memory": "128Mi"}}
+hold()
+"""
+
+
+@ROOT_ONLY
+@pytest.mark.parametrize("place", LESS_OF_A_ROOT)
+def test_a_guardian_that_may_do_less_than_the_owner_is_not_its_guardian(world: World, place: str) -> None:
+    first = world.start_program('OPTIONS["provider"] = "faulty"\nhold()', 1, within=LESS_OF_A_ROOT[place])
+    first.until("READY")
+    until(lambda: " watches " in world.log())
+    owner = world.start_program(WITH_LIMITS)
+    owner.until("READY")
+    until(lambda: world.log().count(" watches ") >= 2)
+    if world.provider_name == "local":
+        time.sleep(6.0)  # by now both watch it; what it leaves is the second one's all the same
+    owner.kill()
+    until(lambda: not owner.made() & world.existing(), 15)
+    first.kill()
+    world.wait_until_clean()
+
+
+# Its socket is taken away.
+
+
+@pytest.mark.faulty
+def test_a_guardian_whose_socket_was_removed_is_found_by_the_next_owner(
+    world: World, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    first = world.start("hold", 1)
+    first.until("READY")
+    guardian = world.guardian()
+    (world.home / socket_name()).unlink()  # as programs do that tidy up below /tmp
+    with FaultyService(tmp_path_factory.mktemp("other")) as other:
+        # Another account: only who is told of it can end what is there.
+        second = world.start("hold", 1, LOWTIDE_FAULTY_DIR=str(other.directory))
+        second.until("READY")
+        assert world.guardian() == guardian
+        time.sleep(1.0)  # it is told
+        second.kill()
+        other.wait_until_empty(15)
+    first.kill()
     world.wait_until_clean()
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,41 @@ async def test_a_worker_that_does_not_end_keeps_no_guardian(
                 await workers.aclose()
             while machine.running_process(pid) is not None:  # killed, and on its way out
                 await asyncio.sleep(0.02)
+
+
+async def test_a_worker_that_hangs_is_replaced(
+    tmp_path: Path, noisy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FaultyService(tmp_path / "service") as service:
+        lease = await _made(tmp_path, service)
+        async with listening(tmp_path) as workers:
+            workers.learn(Credentials("noisy", lease.account, {"LOWTIDE_FAULTY_DIR": str(service.directory)}))
+            (hanging,) = await workers._obtain(("noisy", lease.account))
+            assert await hanging.answers()
+            pid = peer_pid(hanging._writer.get_extra_info("socket"))
+            os.kill(pid, signal.SIGSTOP)
+            monkeypatch.setattr(guardian_workers, "ANSWER_SECONDS", 0.5)
+            monkeypatch.setattr(guardian_workers, "PING_SECONDS", 0.5)
+            outcome, why = await workers.end(lease, Decision(Fate.DESTROY, "its owner is dead"))
+            assert (outcome, why) == (Outcome.FAILED, "the worker did not answer")
+            monkeypatch.setattr(guardian_workers, "ANSWER_SECONDS", 20.0)
+            outcome, _ = await workers.end(lease, Decision(Fate.DESTROY, "its owner is dead"))
+            assert outcome is Outcome.DESTROYED
+            while machine.running_process(pid) is not None:  # killed, and on its way out
+                await asyncio.sleep(0.02)
+            await workers.aclose()
+
+
+async def test_an_account_that_is_refused_again_and_again_has_one_worker(tmp_path: Path, noisy: None) -> None:
+    key = ("noisy", "nobody")
+    async with listening(tmp_path) as workers:
+        workers.learn(Credentials(*key, {"LOWTIDE_FAULTY_DIR": str(tmp_path / "service")}))
+        for _ in range(3):
+            await workers._start(key, None)
+            async with asyncio.timeout(20):
+                while workers._serving(key) or len(workers._workers[key]) != 1:
+                    await asyncio.sleep(0.02)
+        await workers.aclose()
 
 
 async def test_an_owner_is_told_that_its_worker_cannot_serve(tmp_path: Path, noisy: None) -> None:

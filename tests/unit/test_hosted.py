@@ -129,6 +129,15 @@ async def test_counted_chunks_say_what_was_moved_and_what_their_source_raised() 
     assert isinstance(counted.error, OSError)
 
 
+def test_a_key_that_a_service_quotes_is_in_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "_secrets", set())
+    key, password = "e2b_0123456789abcdef", "a-proxys-password"
+    hosted.chosen("e2b", {"api_key": "E2B_API_KEY"}, None, {"E2B_API_KEY": key})
+    hosted.way_of({"HTTPS_PROXY": f"http://me:{password}@127.0.0.1:1"})
+    error = errors.AuthenticationError(f"Invalid API key: {key}; through {password}", provider="e2b")
+    assert str(error) == "Invalid API key: ***; through ***"
+
+
 @pytest.mark.parametrize(
     "key", ["hunter2\n", "hunter2\r\nX-Other: 1", "hunter2\N{LATIN SMALL LETTER E WITH ACUTE}"]
 )

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from lowtide import logger
 from lowtide.errors import LedgerError
 from lowtide.lifecycle.lease import Lease, LeaseState, new_lease_id
 from lowtide.lifecycle.owner import Owner
@@ -42,6 +43,32 @@ async def test_a_row_comes_back_as_it_was_written(ledger: SqliteLedger) -> None:
     row = lease(ledger, session="s", expires_at=12.5, recovery={"image": "python:3.11"})
     await ledger.intend(row)
     assert await ledger.get(row.lease_id) == row
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("pid", 2**40),
+        ("pid", -1),
+        ("start_time", "x"),
+        ("max_lifetime_at", "soon"),
+        ("lifetime_seconds", 1e308),
+        ("sandbox_id", b"\xff"),
+        ("tags", "[1]"),
+        ("recovery", "[]"),
+        ("began", "nothing"),
+    ],
+)
+async def test_a_damaged_row_is_said_and_keeps_nobody_from_the_others(
+    ledger: SqliteLedger, column: str, value: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged, sound = lease(ledger), lease(ledger)
+    await ledger.intend(damaged)
+    await ledger.intend(sound)
+    ledger._db.execute(f"UPDATE lease SET {column}=? WHERE lease_id=?", (value, damaged.lease_id))
+    assert await ledger.leases() == [sound]
+    logger.flush(10.0)
+    assert damaged.lease_id in caplog.text
 
 
 async def test_rows_of_the_same_moment_go_to_the_disk_together(ledger: SqliteLedger) -> None:

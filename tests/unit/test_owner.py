@@ -6,6 +6,8 @@ import asyncio
 import fcntl
 import json
 import os
+import platform
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -61,6 +63,31 @@ def test_an_owner_lives_until_its_process_ends() -> None:
     ended(process)
     assert owner.verdict().standing is Standing.DEAD
     assert owner.alive() is False
+
+
+MADE_UP = "{pid} (python) 0 {parent}" + " 0" * 17 + " 12345" + " 0" * 5 + " 274919872112" + " 0" * 16
+"""What QEMU's user mode shows a process as its own /proc/self/stat."""
+
+
+def test_an_owner_that_is_shown_a_made_up_start_time_lives_until_its_process_ends(tmp_path: Path) -> None:
+    (tmp_path / "stat").write_text(MADE_UP.format(pid=os.getpid(), parent=os.getppid()))
+    own = machine._read_process(str(tmp_path), own=True)
+    assert own == machine.RunningProcess(0, "")
+    process, owner = started()
+    owner = replace(owner, start_time=own.start_time, image=own.image, life="only-its-import")
+    assert owner.verdict().standing is Standing.ALIVE
+    ended(process)
+    assert owner.verdict().standing is Standing.DEAD
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or shutil.which("qemu-x86_64") is None, reason="needs QEMU's user mode"
+)
+def test_an_emulated_owner_lives_until_its_process_ends() -> None:
+    process, owner = started("qemu-x86_64")
+    assert owner.verdict().standing is Standing.ALIVE
+    ended(process)
+    assert owner.verdict().standing is Standing.DEAD
 
 
 def test_a_reused_pid_is_another_owner() -> None:

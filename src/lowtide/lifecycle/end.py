@@ -20,6 +20,7 @@ from lowtide.errors import (
     LowtideError,
     SandboxGone,
     SandboxNotFoundError,
+    without_secrets,
 )
 from lowtide.lifecycle import keep
 from lowtide.lifecycle.claim import OWNED, Claim, let_be, may_claim
@@ -237,7 +238,8 @@ async def end_without_row(
 
 
 def _text(error: Exception) -> str:
-    return str(error) if isinstance(error, LowtideError | OSError) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, LowtideError | OSError) else f"{type(error).__name__}: {error}"
+    return without_secrets(text)
 
 
 async def _destroy(provider: Provider, sandbox_id: str, grace_seconds: float) -> bool:

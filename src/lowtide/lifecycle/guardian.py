@@ -29,6 +29,7 @@ from lowtide.lifecycle.backoff import Retries
 from lowtide.lifecycle.crash_points import point
 from lowtide.lifecycle.deadlines import Deadlines
 from lowtide.lifecycle.end import end_for_another
+from lowtide.lifecycle.guardian_link import lock_name
 from lowtide.lifecycle.guardian_socket import Links
 from lowtide.lifecycle.guardian_upkeep import Upkeep
 from lowtide.lifecycle.guardian_workers import Credentials, NoCredentials, Start, Workers
@@ -53,6 +54,8 @@ TERM_SECONDS = 20.0
 """A terminated guardian is gone after this, whatever does not answer."""
 CLOSE_SECONDS = 5.0
 """Of these, what it has for closing after it has given up what dead owners have left."""
+PRECEDENCE_SECONDS = 1.0
+"""For the guardian that an owner has linked to, where there are several: others may be able to do less for it."""
 GIVE_UP_SECONDS = 86_400.0
 """What has failed for so long does not keep the guardian. The next one, with the next owner, tries again."""
 END_SECONDS = 120.0
@@ -72,7 +75,8 @@ class Guardian:
     ) -> None:
         """`leaves` is called once it looks at nothing any more: the next one may begin, whatever is left to tidy up.
 
-        `lock` makes it the guardian of a state directory that was removed and made again; False: another one is.
+        `lock` makes sure that it is the guardian of the state directory, also of one that was removed and made again;
+        False: another one is.
         """
         self.path = path
         self._leaves = leaves
@@ -107,6 +111,8 @@ class Guardian:
         """What people should know of, for `lowtide guardian status` and `lowtide doctor`."""
         self.starts: set[Start] = set()
         """Of the owners that are linked."""
+        self.came: set[Owner] = set()
+        """Those that have come to the socket."""
         self.makes_way = False
         self.rooms: dict[tuple[str, str], asyncio.Semaphore] = {}
         """Per account: a service that does not answer holds up nobody else's sandboxes."""
@@ -160,7 +166,7 @@ class Guardian:
     async def _look(self) -> bool:
         """One look at the ledger. False when it is time to leave."""
         nothing_known = not self.open and not len(self.links)
-        if nothing_known and not (self.path / "ledger.db").exists():
+        if nothing_known and not self._has_ledger():
             log.info("the ledger was removed")
             return False
         if self._has_to_make_way():
@@ -168,8 +174,9 @@ class Guardian:
         if self.ledger.damaged:  # seen by a write, while it can still be read
             self._set_ledger_aside()
         try:
-            if not self.path.is_dir() and not await self._make_home_again():
+            if not self._has_home() and not await self._make_home_again():
                 return False
+            await self._listen_again_if_removed()
             self.open = await self.ledger.leases()
             verdicts = {owner: self.watch.look(owner) for owner in {lease.owner for lease in self.open}}
             for lease in self.open:
@@ -197,6 +204,12 @@ class Guardian:
             machine.remove_ended_boots(self.path, {lease.owner.boot_id for lease in self.open})
             return True
         return now - self.idle_since < IDLE_SECONDS
+
+    def _has_home(self) -> bool:
+        return os.path.isdir(self.path)  # False, too, for one that is out of reach: `Path.is_dir` would raise
+
+    def _has_ledger(self) -> bool:
+        return os.path.exists(self.path / "ledger.db")
 
     def _gives_ledger_up(self) -> bool:
         """It could not be read for a day and no owner is linked. The next guardian, with the next owner, tries again."""
@@ -239,7 +252,9 @@ class Guardian:
         self.stuck &= known
         self.failing = {one: since for one, since in self.failing.items() if one in known}
         self.starts = {start for start in self.starts if not start.closed}
-        self.watch.only({lease.owner for lease in self.open})
+        owners = {lease.owner for lease in self.open}
+        self.watch.only(owners)
+        self.came = {owner for owner in self.came if owner in owners or owner in self.links}
         accounts = {(lease.provider, lease.account) for lease in self.open}
         self.rooms = {account: room for account, room in self.rooms.items() if account in accounts}
         self.retries.only(known | {"renew " + one for one in known} | {"ask " + one for one in known})
@@ -251,7 +266,14 @@ class Guardian:
 
     def _look_at(self, owner: Owner) -> None:
         """One that has come to the socket: it owns nothing yet, or a row says so already."""
+        self.came.add(owner)
         self.watch.look(owner)
+
+    def _is_anothers(self, owner: Owner) -> bool:
+        """Whether another guardian may be nearer to it: one runs, and this one was never addressed."""
+        return owner not in self.came and any(
+            path.name != lock_name() and machine.is_locked(path) for path in self.path.glob("guardian-*.lock")
+        )
 
     def _owner_died(self, owner: Owner, why: str) -> None:
         point("guardian:owner-died")
@@ -331,6 +353,8 @@ class Guardian:
 
     async def _end_one(self, lease: Lease, decision: Decision, owner: Owner | None) -> None:
         known = self.learned
+        if owner is not None and self._is_anothers(owner):
+            await asyncio.sleep(PRECEDENCE_SECONDS)
         try:
             async with self.rooms.setdefault((lease.provider, lease.account), asyncio.Semaphore(AT_ONCE)):
                 outcome, why = await self.workers.with_any_key(
@@ -391,8 +415,8 @@ class Guardian:
         # that are stuck may be younger than the last look at the ledger.
         again = {lease.lease_id for lease in self.open if lease.provider == credentials.name} | self.stuck
         for lease_id in again:
-            self.retries.succeeded(lease_id)
-            self.retries.succeeded("ask " + lease_id)
+            for what in ("", "ask ", "renew "):
+                self.retries.succeeded(what + lease_id)
         self.stuck.clear()
         self.changed.set()
 
@@ -465,6 +489,17 @@ class Guardian:
             return not self._out_of_time()
         self._note(f"the state directory was removed: made again with {len(self.open)} open leases")
         return mine  # else another guardian is there, and has the rows now
+
+    async def _listen_again_if_removed(self) -> None:
+        """Somebody has tidied up the socket: without it no later owner finds this guardian, nor gets another one."""
+        if self.links.has_entrance():
+            return
+        try:
+            if self._lock():
+                await self.links.open()
+                self._note("the guardian's socket was removed: it is made again")
+        except OSError as error:
+            log.warning("the guardian's socket was removed and cannot be made again: %s", error)
 
     def _note(self, text: str) -> None:
         log.warning("%s", text)

@@ -93,7 +93,7 @@ class GuardianLink:
 
     def look_again(self) -> None:
         """While leases are held: what could not be started for want of a process may be possible by now."""
-        if self.path.is_dir():
+        if os.path.isdir(self.path):
             machine.hold_boot(self.path)
         self._reap_workers()
         unlinked = self._providers and self._socket is None and self._linking is None
@@ -136,7 +136,7 @@ class GuardianLink:
             self._linking = None
 
     def _say_not_up(self) -> None:
-        if not self.path.is_dir():  # a temporary home that its program has deleted
+        if _is_removed(self.path):  # a temporary home that its program has deleted
             return
         self._say_once(
             f"the guardian did not come up within {UP_SECONDS:g} s (the reason may be in {self.path / LOG}). Until it "
@@ -304,9 +304,7 @@ class GuardianLink:
                 self._launched = launch(self.path)
             except (MissingDependencyError, OSError, NotImplementedError, ValueError) as error:
                 self._again_at = asyncio.get_running_loop().time() + AGAIN_SECONDS
-                if (
-                    not self.path.is_dir()
-                ):  # a temporary home that its program has deleted: nobody is to be warned
+                if _is_removed(self.path):  # as above: nobody is to be warned
                     return False
                 self._say_once(
                     f"no guardian can be started: {error}. What a crash of this process leaves is ended by the next "
@@ -336,6 +334,17 @@ class GuardianLink:
         if text not in self._said:
             self._said.add(text)
             log.warning("%s", text)
+
+
+def _is_removed(path: Path) -> bool:
+    """Not only out of reach: then whoever depends on it is warned."""
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def connect(path: Path) -> socket.socket | None:
@@ -373,9 +382,10 @@ def lock_name() -> str:
 def _view() -> str:
     """Of this machine, boot and pid namespace: a guardian protects those whose death it can see, and only those.
 
-    And of the protocol, see `PROTOCOL`.
+    And of what it sees and may do, see `machine.reach`: one with less could not end their local sandboxes. And of the
+    protocol, see `PROTOCOL`.
     """
-    seen = f"{PROTOCOL} {machine.machine_id()} {machine.boot_id()} {machine.namespace()}"
+    seen = f"{PROTOCOL} {machine.machine_id()} {machine.boot_id()} {machine.namespace()} {machine.reach()}"
     return hashlib.sha256(seen.encode()).hexdigest()[:8]
 
 

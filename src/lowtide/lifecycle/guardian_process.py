@@ -80,7 +80,9 @@ class _Lock:
         return True
 
     def take(self) -> bool:
-        """Now, if nobody has it. Of a state directory that was made again, the lock in there."""
+        """Now, if nobody else has it. Of a state directory that was made again, the lock in there."""
+        if self._fd is not None and self._is_in_place(self._fd):
+            return True
         fd = self._open()
         if not _taken(fd):
             os.close(fd)
@@ -88,6 +90,12 @@ class _Lock:
         self.free()
         self._fd = fd
         return True
+
+    def _is_in_place(self, fd: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(fd), os.stat(self._path / lock_name()))
+        except OSError:
+            return False
 
     def _open(self) -> int:
         return os.open(self._path / lock_name(), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

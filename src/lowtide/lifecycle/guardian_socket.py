@@ -61,9 +61,14 @@ class Links:
         door.listen(128)
         self._server = await asyncio.start_unix_server(self._serve, sock=door, limit=MESSAGE_BYTES)
 
+    def has_entrance(self) -> bool:
+        """Whether there is a socket in the directory, this guardian's or another one's."""
+        return os.path.lexists(self.path / socket_name())
+
     def close(self) -> None:
         """First the way in: an owner that comes now finds nobody and starts a new guardian."""
-        (self.path / socket_name()).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the directory is gone, or out of reach
+            (self.path / socket_name()).unlink()
         if self._server is not None:
             self._server.close()
         for writer in list(self._owners):

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from lowtide.errors import SandboxGone, SandboxNotFoundError
 from lowtide.lifecycle import ask_provider, clock
 from lowtide.lifecycle.ask_provider import Sighting, Testimony
-from lowtide.lifecycle.backoff import Retries
-from lowtide.lifecycle.guardian_workers import Workers
+from lowtide.lifecycle.backoff import MOST_SECONDS, Retries
+from lowtide.lifecycle.guardian_workers import NoCredentials, Workers
 from lowtide.lifecycle.lease import LEASE_SECONDS, Lease, LeaseState
 from lowtide.lifecycle.provider_lifetime import renew_lease
 from lowtide.lifecycle.sqlite_ledger import SqliteLedger
@@ -88,8 +88,10 @@ class Upkeep:
         try:
             await self._workers.with_any_key(lease, lambda account: self._renew_with(account, lease))
         except Exception as error:
-            # Never so long that the lease could end while its owner lives.
-            wait = self._retries.failed(key, most=(lease.lifetime_seconds or LEASE_SECONDS) / 10)
+            # Never so long that the lease could end while its owner lives. Without credentials only an owner can change
+            # that, and every attempt starts a process.
+            most = (lease.lifetime_seconds or LEASE_SECONDS) / 10
+            wait = self._retries.failed(key, most=MOST_SECONDS if isinstance(error, NoCredentials) else most)
             log.warning(
                 "lease %s (%s): renewal failed: %s; tried again in %.0f s",
                 lease.lease_id,

@@ -30,6 +30,7 @@ from lowtide.errors import (
     MissingDependencyError,
     SandboxGone,
     SandboxNotFoundError,
+    without_secrets,
 )
 from lowtide.lifecycle import ask_provider
 from lowtide.lifecycle.ask_provider import Sighting, Testimony
@@ -57,7 +58,9 @@ _Key = tuple[str, str]
 """A provider and an account of it."""
 
 ANSWER_SECONDS = 180.0
-"""More than any job may take: a worker that has not answered by then never will."""
+"""More than any job may take, unless the ledger is locked for long."""
+PING_SECONDS = 10.0
+"""For a worker that has not answered to show that it does not hang."""
 LEAVE_SECONDS = 3.0
 """For the workers to end when the guardian leaves."""
 UP_SECONDS = 20.0
@@ -224,8 +227,9 @@ class Workers:
         """A worker has come to the socket. Returns when it is gone."""
         key = (str(hello["name"]), str(hello["account"]))
         worker = Worker(hello, reader, writer, lambda: self._loaded(key, worker))
-        for other in self._serving(key, worker.network):
-            other.retire()
+        for other in self._workers.get(key, []):  # also those that were refused: each attempt would leave one
+            if other.network == worker.network:
+                other.retire()
         self._workers.setdefault(key, []).append(worker)
         self._expected.pop((key, worker.network), None)
         self._reap()
@@ -342,8 +346,17 @@ class Workers:
         key = (lease.provider, account or lease.account)
         answer: dict[str, Any] = {}
         for worker in reversed(await self._obtain(key)):
-            async with asyncio.timeout(ANSWER_SECONDS):
-                answer = await worker.ask(job)
+            try:
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    answer = await worker.ask(job)
+            except TimeoutError:
+                why = "the worker did not answer"
+                answer = {"outcome": Outcome.FAILED, "why": why, "error": why}
+                if (
+                    not await worker.answers()
+                ):  # the next one is asked, else one is started with the next attempt
+                    log.warning("a worker for %s hangs: it is killed", key[0])
+                    worker.kill()
             # One in another network may get through.
             if (
                 not answer.get("refused")
@@ -478,6 +491,15 @@ class Worker:
         self._write({**job, "number": number})
         return await answer
 
+    async def answers(self) -> bool:
+        """Whether it does anything: it may wait for the ledger or its service, or it hangs for good."""
+        try:
+            async with asyncio.timeout(PING_SECONDS):
+                await self.ask({"ping": True})
+        except (TimeoutError, LowtideError):
+            return False
+        return True
+
     def _write(self, message: dict[str, Any]) -> None:
         if not self._writer.is_closing():
             self._writer.write(json.dumps(message).encode() + b"\n")
@@ -496,7 +518,7 @@ class Worker:
                     waiting.set_result(answer)
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("a worker for %s sent what is no answer: %s", self._name, error)
-            self._kill()
+            self.kill()
         finally:
             self.ended = True
             self._gone.set()
@@ -520,7 +542,7 @@ class Worker:
         try:
             await asyncio.wait_for(self._ended(), LEAVE_SECONDS)
         except TimeoutError:
-            self._kill()
+            self.kill()
         self._writer.close()
         self._release()
 
@@ -535,7 +557,8 @@ class Worker:
         if self._pidfd is not None:
             await _readable(self._pidfd)
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        self.ended = True
         if self._pidfd is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
@@ -594,7 +617,7 @@ class _Work:
             await self._warm(provider)
             self._provider = provider
         except Exception as error:
-            self._refusal = str(error) or type(error).__name__
+            self._refusal = without_secrets(str(error)) or type(error).__name__
         self._is_loaded.set()
 
     def _terminated(self) -> None:
@@ -651,6 +674,9 @@ class _Work:
             writer.write(json.dumps({"loaded": True, "refused": self._refusal}).encode() + b"\n")
 
     async def _answer(self, job: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        if "ping" in job:
+            writer.write(json.dumps({"number": job["number"]}).encode() + b"\n")
+            return
         async with self._room:
             await self._is_loaded.wait()
             try:
@@ -658,7 +684,8 @@ class _Work:
                     self._ledger = SqliteLedger(self._path / "ledger.db")
                 answer = await _do(self._ledger, self._provider, self._refusal, job)
             except Exception as error:
-                failed = {"outcome": Outcome.FAILED, "why": str(error) or type(error).__name__}
+                why = without_secrets(str(error)) or type(error).__name__
+                failed = {"outcome": Outcome.FAILED, "why": why}
                 answer = failed if "end" in job else {"error": failed["why"]}
         if not writer.is_closing():
             writer.write(json.dumps({**answer, "number": job["number"]}).encode() + b"\n")

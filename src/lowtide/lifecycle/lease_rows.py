@@ -133,13 +133,36 @@ def to_row(lease: Lease) -> tuple[Any, ...]:
 
 
 def from_row(row: tuple[Any, ...], ledger_id: str) -> Lease:
+    """Raises ValueError or TypeError for a row that is damaged: everybody else relies on what a lease says."""
     r = dict(zip(_COLUMNS, row, strict=True))
     del r["changed_at"]
+    _check(r)
     owner = to_owner([r.pop(column) for column in _OWNER])
     r["state"], r["keep"] = LeaseState(r["state"]), Keep(r["keep"])
     r["tags"], r["recovery"] = tuple(json.loads(r["tags"])), json.loads(r["recovery"])
+    if not isinstance(r["recovery"], dict) or not all(isinstance(tag, str) for tag in r["tags"]):
+        raise ValueError("its tags or its recovery are not what lowtide writes")
     r.update({name: Instant.read(r[name]) for name in _INSTANTS})
     return Lease(owner=owner, ledger_id=ledger_id, **r)
+
+
+_NUMBERS = {"start_time", "keep_for_seconds", "created_at", "attempts"}
+_NUMBERS_OR_NONE = {"expires_at", "max_lifetime_at", "lifetime_seconds", "kept_until"}
+_TEXT_OR_NONE = {"sandbox_id", "session", "reason", *_INSTANTS}
+_HIGHEST = 2**53
+
+
+def _check(r: dict[str, Any]) -> None:
+    """SQLite keeps whatever was written into a column, of any type."""
+    for name, value in r.items():
+        if name == "pid":
+            right = isinstance(value, int) and 0 < value < 2**31
+        elif name in _NUMBERS | _NUMBERS_OR_NONE:
+            right = isinstance(value, int | float) and 0 <= value < _HIGHEST
+        else:
+            right = isinstance(value, str)
+        if not right and not (value is None and name in _NUMBERS_OR_NONE | _TEXT_OR_NONE):
+            raise ValueError(f"{name} is {str(value)[:40]!r}")
 
 
 def to_owner(values: Iterable[Any]) -> Owner:

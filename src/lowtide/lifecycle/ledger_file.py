@@ -223,9 +223,13 @@ class LedgerFile:
         deadline = time.monotonic() + self.busy_seconds
         delay = 0.002
         while True:
-            self.follow()
             try:
+                self.follow()
                 return work()
+            except LedgerError:
+                raise
+            except OSError as error:  # the directory cannot be looked at now: permissions, a file server
+                raise LedgerError(f"cannot {what} the ledger {self.path}: {error.strerror}") from error
             except sqlite3.Error as error:
                 if not _busy(error) or time.monotonic() > deadline:
                     raise self._error(what, error) from error
@@ -281,7 +285,7 @@ def _file(path: Path) -> tuple[int, int] | None:
     """Which file is at that path."""
     try:
         found = os.stat(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return found.st_dev, found.st_ino
 

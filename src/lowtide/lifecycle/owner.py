@@ -58,7 +58,9 @@ class Owner:
     namespace: str
     """The pid (and time) namespace that `pid` and `start_time` count in; empty where it was not recorded."""
     pid: int
-    start_time: int  # clock ticks since boot, field 22 of /proc/PID/stat
+    start_time: int
+    """Clock ticks since boot, field 22 of /proc/PID/stat; 0 where the owner cannot know: then only that there is no process
+    of its number proves its death."""
     image: str = field(compare=False)
     """Another one after every exec; empty where the kernel does not show it."""
     life: str
@@ -164,7 +166,7 @@ class Owner:
                 Standing.UNKNOWN,
                 f"its owner, {process}, could not be looked at ({error.strerror or error})",
             )
-        if found is not None and found.start_time == self.start_time:
+        if found is not None and self.start_time in (0, found.start_time):
             if self._same_program(found.image, found.random):
                 return Verdict(Standing.ALIVE, f"its owner, {process}, is alive")
             why = f"its owner, {process}, was replaced by exec"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import importlib.util
@@ -21,6 +22,8 @@ WAY = (
 
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]*")
 _LONGEST_ID = 200
+_SECRET = re.compile("key|token|secret|password")
+"""In the name of an option."""
 
 
 def chosen(
@@ -47,6 +50,8 @@ def chosen(
             raise errors.ValidationError(f"{name} must be a string", argument=name, provider=provider)
     found = {name: given.get(name) or environ.get(variable) or None for name, variable in known.items()}
     for name, value in found.items():
+        if _SECRET.search(name):
+            errors.keep_secret(value)
         # Refused here, because what cannot be sent is quoted by those who are to send it: keys, too.
         if sent and value is not None and not (value.isascii() and value.isprintable()):
             where = name if given.get(name) else known[name]
@@ -122,6 +127,9 @@ def way_of(environ: Mapping[str, str], *more: str) -> dict[str, str]:
 
     What is not set here is said as empty: elsewhere it may be, and would lead to another account.
     """
+    for name in WAY:
+        with contextlib.suppress(ValueError):
+            errors.keep_secret(urlsplit(environ.get(name) or "").password)
     return {name: environ.get(name) or "" for name in (*WAY, *more)}
 
 
