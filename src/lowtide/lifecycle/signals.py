@@ -7,7 +7,7 @@
 * SIGTERM, SIGHUP: a handler, only where the default action (die) is in force, because then no exit
   hook would run. It ends everything and then dies of the same signal, so the exit status is the same.
   As process 1 of a pid namespace, which the kernel lets no such signal kill, it exits with 128 + the signal.
-  Where the program has a handler of its own, that one decides: if it exits, the exit hook runs.
+  Where the program, or a library of it, has a handler of its own, that one decides: if it exits, the exit hook runs.
   Installed later, on top of ours, it may call ours in turn.
 * ``LOWTIDE_SIGNALS=off`` leaves signals to the embedding program. The exit hook and the guardian stay.
 
@@ -83,8 +83,18 @@ def _install_handlers() -> None:
     _signals_installed = True
     for number in HANDLED:
         with contextlib.suppress(ValueError, OSError):
-            if signal.getsignal(number) is signal.SIG_DFL:
+            if signal.getsignal(number) is signal.SIG_DFL and not _is_caught(number):
                 signal.signal(number, _on_signal)
+
+
+def _is_caught(number: int) -> bool:
+    """Whether a library has a handler that Python does not know: gevent's loop and `faulthandler` install theirs in C."""
+    try:
+        with open("/proc/self/status", "rb") as file:
+            caught = next(line for line in file if line.startswith(b"SigCgt:"))
+    except (OSError, StopIteration):
+        return False
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
