@@ -169,7 +169,7 @@ def _replace_stderr(stuck: Any) -> None:
     """The same file under a lock of its own. What the program writes to stderr from here on goes there."""
     _abandoned.append(stuck)
     with contextlib.suppress(Exception):  # it has no descriptor
-        fresh = open(
+        fresh = open(  # noqa: SIM115 - for as long as the process lasts
             stuck.fileno(), "w", buffering=1, encoding=stuck.encoding, errors=stuck.errors, closefd=False
         )
         sys.stderr = sys.__stderr__ = fresh  # type: ignore[misc]
