@@ -99,6 +99,13 @@ class Engine:
             try:
                 self.loop.run_forever()
                 why = "something stopped it"
+            except OSError as error:  # of its selector: no callback's error comes here
+                log.error(
+                    "lowtide's event loop cannot wait any more (%s): did the program close descriptors that are not its "
+                    "own? Calls under way fail; the guardian destroys what this process holds when it ends",
+                    error,
+                )
+                break
             except BaseException as error:
                 why = f"{type(error).__name__}: {error}"
             log.error("lowtide's event loop fell out and is run again: %s", why)

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from lowtide import threads
+
 _library: Any = None
 _timers: list[Any] = []
 _MONOTONIC = 1
@@ -57,7 +59,10 @@ def bound_signal(number: int, seconds: float) -> None:
 def die_of(number: int) -> None:
     """Leave as the signal would have it: by the signal, or as process 1 with the status that a shell gives it."""
     if os.getpid() != 1:
-        signal.signal(number, signal.SIG_DFL)
+        if threads.is_main():
+            signal.signal(number, signal.SIG_DFL)
+        elif _library:
+            _library.default_action(number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
         os.kill(os.getpid(), number)
     os._exit(128 + number)
@@ -108,6 +113,8 @@ class _Library:
             library.timer_settime,
             library.timer_delete,
         )
+        self._signal = ctypes.CDLL(None).signal
+        self._signal.argtypes, self._signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
         self._exit = ctypes.cast(ctypes.CDLL(None)._exit, ctypes.c_void_p)
 
     def start(self, seconds: float, number: int | None, exit_status: int | None) -> Any:
@@ -125,6 +132,10 @@ class _Library:
         if self._set(timer, 0, reference(times), None) != 0:
             return None
         return timer
+
+    def default_action(self, number: int) -> None:
+        """What `signal.signal` does on the main thread alone."""
+        self._signal(number, None)
 
     def stop(self, timer: Any) -> None:
         self._delete(timer)

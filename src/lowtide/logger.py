@@ -143,9 +143,11 @@ def flush(seconds: float) -> bool:
 def let_go_of_handlers() -> None:
     """At exit, where a handler does not go on: nothing waits for its lock any more.
 
-    `logging.shutdown()`, an exit hook like ours, would wait for ever for the lock that the thread that logs holds.
+    `logging.shutdown()`, an exit hook like ours, would wait for ever for the lock that the thread that logs holds. So would
+    whoever flushes the stream that it writes to, a full pipe: that exit hook, and the interpreter itself for stderr.
     """
-    for reference in list(getattr(logging, "_handlerList", ())):
+    handlers = getattr(logging, "_handlerList", [])
+    for reference in list(handlers):
         handler = reference()
         lock = getattr(handler, "lock", None)
         if lock is None or lock.acquire(blocking=False):
@@ -153,6 +155,24 @@ def let_go_of_handlers() -> None:
                 lock.release()
             continue
         handler.lock = threads.RLock()
+        if isinstance(handler, logging.StreamHandler):
+            handlers.remove(reference)
+            if handler.stream in (sys.stderr, sys.__stderr__):
+                _replace_stderr(handler.stream)
+
+
+_abandoned: list[Any] = []
+"""Streams that a thread holds the lock of: to let go of one would flush it."""
+
+
+def _replace_stderr(stuck: Any) -> None:
+    """The same file under a lock of its own. What the program writes to stderr from here on goes there."""
+    _abandoned.append(stuck)
+    with contextlib.suppress(Exception):  # it has no descriptor
+        fresh = open(  # noqa: SIM115 - for as long as the process lasts
+            stuck.fileno(), "w", buffering=1, encoding=stuck.encoding, errors=stuck.errors, closefd=False
+        )
+        sys.stderr = sys.__stderr__ = fresh  # type: ignore[misc]
 
 
 def _drain() -> None:

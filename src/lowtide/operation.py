@@ -166,6 +166,11 @@ class Operation(Coroutine[Any, Any, T_co]):
         self._check_process()
         return self._future.done()
 
+    def _has_failed(self) -> bool:
+        """Whether the call itself raised. An exception that only interrupted the wait for it leaves it running."""
+        future = self._future
+        return future.done() and not future.cancelled() and future.exception() is not None
+
     def cancel(self) -> bool:
         """Ask it to end. False when it already has."""
         self._check_process()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import sys
 from collections.abc import Awaitable, Coroutine, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
@@ -79,14 +80,13 @@ class Sandbox(SandboxFacts, SandboxCommands, SandboxFiles):
             words = validate.argv("command", argv)
             options["command"], options["args"] = words[0], words[1:]
         sandbox = cls(**options)
+        starting = None
         try:
             starting = sandbox.start()
             if not in_event_loop():
                 starting.result()
-        except Exception:
-            raise
-        except BaseException:  # Ctrl+C: nobody will ever hold this handle
-            sandbox.stop()
+        except BaseException:
+            sandbox._abandon(starting)
             raise
         return sandbox
 
@@ -277,13 +277,13 @@ class Sandbox(SandboxFacts, SandboxCommands, SandboxFiles):
     # Both kinds of ``with``.
 
     def __enter__(self) -> Self:
+        starting = None
         try:
             if not self._life.is_accepted:
-                self.start().result()
-        except Exception:
-            raise
-        except BaseException:  # Ctrl+C: __exit__ will not be called
-            self.stop()
+                starting = self.start()
+                starting.result()
+        except BaseException:  # __exit__ will not be called
+            self._abandon(starting)
             raise
         return self
 
@@ -297,13 +297,13 @@ class Sandbox(SandboxFacts, SandboxCommands, SandboxFiles):
         block_exit.leave(self._begin_end(failed=block_exit.is_failure(error)), error)
 
     async def __aenter__(self) -> Self:
+        starting = None
         try:
             if not self._life.is_accepted:
-                await self.start()
-        except Exception:
-            raise
-        except BaseException:  # cancelled: __aexit__ will not be called
-            self.stop()
+                starting = self.start()
+                await starting
+        except BaseException:  # __aexit__ will not be called
+            self._abandon(starting)
             raise
         return self
 
@@ -336,6 +336,13 @@ class Sandbox(SandboxFacts, SandboxCommands, SandboxFiles):
     def _starting(self, work: Coroutine[Any, Any, Any]) -> Operation[Any]:
         """Whoever waits for it to start and gives up before anybody has got it leaves nobody to end it."""
         return Operation.start(work, audience=None if self._life.is_ready else self._audience)
+
+    def _abandon(self, starting: Operation[None] | None) -> None:
+        """End the sandbox when an exception keeps its handle from the caller: Ctrl+C, a cancellation, or whatever a signal
+        handler raises, such as a job queue's time limit. A create that failed by itself has ended what it made."""
+        if self._life.asked and (starting is None or not starting._has_failed()):
+            with contextlib.suppress(Exception):  # the caller gets the first exception
+                self.stop()
 
     def _end_unheld(self) -> None:
         Operation.start(self._life.end(grace_seconds=0.0, force=True), shielded=True)

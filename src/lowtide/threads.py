@@ -112,6 +112,8 @@ posix_spawn: Callable[..., int] = _original("os", "posix_spawn")
 select_ready = _original("select", "select")
 poll: Callable[[], select.poll] = _original("select", "poll")
 _getaddrinfo: Callable[..., Any] = _original("socket", "getaddrinfo")
+_close_at_once: Callable[[int], None] = _original("os", "close")
+_close_in_hub = _close_at_once
 
 _own: set[int] = set()
 
@@ -139,6 +141,8 @@ def start(work: Callable[[], object], name: str | None = None) -> None:
         finally:
             _own.discard(me)
 
+    if patched_by() == "gevent":
+        _keep_own_closes_from_hub()
     _start_new_thread(run, ())
 
 
@@ -168,6 +172,22 @@ def is_main() -> bool:
     if sys.platform == "linux":
         return _thread.get_native_id() == os.getpid()
     return threading.current_thread() is threading.main_thread()
+
+
+def _keep_own_closes_from_hub() -> None:
+    """Make `os.close` close at once in the threads that `start` has started.
+
+    gevent's leaves the closing to the hub of the calling thread. None of these threads runs its hub: the descriptor would
+    stay open for ever, and the next one of that number could not be closed.
+    """
+    global _close_in_hub
+    if os.close not in (_close, _close_at_once):
+        _close_in_hub, os.close = os.close, _close
+
+
+def _close(fd: int) -> None:
+    close = _close_at_once if is_own() else _close_in_hub
+    close(fd)
 
 
 class Event:

@@ -36,6 +36,16 @@ def gone_within(mark: ProcessMark, seconds: float) -> bool:
     return not mark.alive()
 
 
+def test_a_program_that_ignores_the_end_of_its_children_has_a_proxy() -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with Sandbox.run(provider="local", network=ALLOW) as box:
+            assert box.exec(["sh", "-c", "exit 7"]).result(60).returncode == 7
+            proxy_of(box.sandbox_id)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 def test_a_stop_ends_the_proxy_before_it_returns() -> None:
     with Sandbox.run(provider="local", network=ALLOW) as box:
         mark = proxy_of(box.sandbox_id)

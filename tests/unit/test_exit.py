@@ -24,6 +24,7 @@ def start(program: str, home: Path, **environ: str) -> subprocess.Popen[str]:
             "LOWTIDE_FAULTY_DIR": str(home.parent / "service"),
             **environ,
         },
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -194,3 +195,142 @@ except UnsupportedError as error:
         pytest.skip("eventlet is not installed")
     assert (status, said) == (0, "eventlet True\n"), errors
     assert FaultyService(tmp_path / "service").sandboxes() == []
+
+
+def test_a_signal_ends_a_program_whose_main_thread_is_in_c_code(tmp_path: Path) -> None:
+    """Python runs handlers between two steps of the main thread, and one in a GUI toolkit's loop takes none."""
+    program = """
+import sqlite3, sys
+sys.modules["trio"] = None  # not installed; trio wants to be the only one who hears of signals
+from lowtide import Sandbox
+box = Sandbox.run(provider="faulty")
+print("MADE", flush=True)
+endless = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT count(*) FROM c"
+sqlite3.connect(":memory:").execute(endless).fetchall()
+"""
+    with start(program, tmp_path / "home", LOWTIDE_EXIT_SECONDS="5") as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "MADE\n"
+            time.sleep(0.3)
+            process.terminate()
+            _, errors = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert (process.returncode, errors) == (-signal.SIGTERM, "")
+    FaultyService(tmp_path / "service").wait_until_empty()
+
+
+def test_a_full_stderr_keeps_nobody_from_leaving(tmp_path: Path) -> None:
+    program = """
+import logging, os, sys
+from lowtide import Sandbox, logger
+logging.basicConfig(level=logging.DEBUG)
+log = logger.get("lowtide")
+box = Sandbox.run(provider="faulty")
+for _ in range(2000):  # more than a pipe takes
+    log.later(logging.INFO, "%s", "x" * 100)
+sys.exit(3)
+"""
+    with start(program, tmp_path / "home", PYTHONUNBUFFERED="") as process:  # a stream with a lock
+        try:
+            assert process.wait(60) == 3  # and nobody has read a line
+        finally:
+            process.kill()
+    FaultyService(tmp_path / "service").wait_until_empty()
+
+
+@pytest.mark.parametrize("how", ["box = Sandbox.run(**OPTIONS)", "with Sandbox(**OPTIONS) as box: pass"])
+def test_what_a_signal_handler_raises_in_a_start_leaves_nothing(tmp_path: Path, how: str) -> None:
+    """The time limit of a job queue is an ordinary exception, and the worker goes on with its next job."""
+    program = f"""
+import signal, sys
+from lowtide import Sandbox
+OPTIONS = dict(provider="faulty")
+
+class TimeLimit(Exception):
+    pass
+
+def limit(*_):
+    raise TimeLimit
+
+Sandbox.run(**OPTIONS).stop().result()
+signal.signal(signal.SIGALRM, limit)
+print("READY", flush=True)
+sys.stdin.readline()
+try:
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    {how}
+except TimeLimit:
+    print("LIMITED", flush=True)
+sys.stdin.readline()
+"""
+    service = FaultyService(tmp_path / "service")
+    with start(program, tmp_path / "home") as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdin is not None
+            assert process.stdout.readline() == "READY\n"
+            service.fault("create", hold_seconds=1.0, times=1)
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "LIMITED\n"
+            time.sleep(1.2)  # the request has been answered
+            service.wait_until_empty(seconds=20)
+            assert process.poll() is None
+            process.communicate("end\n", timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+
+
+def test_a_handler_that_was_installed_in_c_is_left_alone(tmp_path: Path) -> None:
+    """`signal.getsignal` does not know it: gevent's loop and `faulthandler` install theirs that way."""
+    program = """
+import faulthandler, os, signal, time
+from lowtide import Sandbox
+with open(os.devnull, "w") as nowhere:
+    faulthandler.register(signal.SIGTERM, nowhere, chain=False)
+    box = Sandbox.run(provider="faulty")
+    time.sleep(0.1)  # the main thread would install ours here
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("LIVES", box.exec(["true"]).result().returncode)
+"""
+    status, said, errors = run(program, tmp_path / "home")
+    assert (status, said, errors) == (0, "LIVES 0\n", "")
+
+
+def test_a_descriptor_is_closed_at_once_on_the_engine_under_gevent(tmp_path: Path) -> None:
+    pytest.importorskip("gevent")
+    program = """
+from gevent import monkey
+monkey.patch_all()
+import os
+from lowtide.engine import engine
+
+async def close():
+    open_before = len(os.listdir("/proc/self/fd"))
+    for descriptor in os.pipe():
+        os.close(descriptor)
+    return len(os.listdir("/proc/self/fd")) - open_before
+
+print([engine().run(close(), 20) for _ in range(3)])
+"""
+    status, said, errors = run(program, tmp_path / "home")
+    assert (status, said) == (0, "[0, 0, 0]\n"), errors
+
+
+def test_a_program_that_closes_every_descriptor_hears_of_it_once(tmp_path: Path) -> None:
+    program = """
+import os, sys, time
+from lowtide import Sandbox
+box = Sandbox.run(provider="faulty")
+os.closerange(3, 4096)
+time.sleep(0.5)
+sys.exit(4)
+"""
+    status, _, errors = run(program, tmp_path / "home")
+    assert status == 4
+    assert errors.count("did the program close descriptors") == 1, errors
+    assert len(errors.splitlines()) <= 2, errors
+    FaultyService(tmp_path / "service").wait_until_empty(seconds=20)

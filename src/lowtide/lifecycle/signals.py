@@ -7,8 +7,10 @@
 * SIGTERM, SIGHUP: a handler, only where the default action (die) is in force, because then no exit
   hook would run. It ends everything and then dies of the same signal, so the exit status is the same.
   As process 1 of a pid namespace, which the kernel lets no such signal kill, it exits with 128 + the signal.
-  Where the program has a handler of its own, that one decides: if it exits, the exit hook runs.
+  Where the program, or a library of it, has a handler of its own, that one decides: if it exits, the exit hook runs.
   Installed later, on top of ours, it may call ours in turn.
+  Python runs handlers on the main thread, between two of its own steps. While that thread is in C code that does not
+  come back (the loop of a GUI toolkit, a long query) the engine leaves in its place: it hears of the signal at once.
 * ``LOWTIDE_SIGNALS=off`` leaves signals to the embedding program. The exit hook and the guardian stay.
 
 A handler or hook takes no lock that the code it interrupted may hold, and logs nothing itself. It waits for the
@@ -18,11 +20,15 @@ engine stands still. `OVERTIME_SECONDS` after the deadline the kernel ends the p
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
+import importlib.util
 import logging
 import os
 import signal
+import socket
+import struct
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
@@ -30,6 +36,7 @@ from typing import Any, Protocol
 
 from lowtide import exit_timer, logger, settings, threads
 from lowtide.engine import engine, started
+from lowtide.in_background import in_background
 from lowtide.lifecycle.crash_points import point
 from lowtide.lifecycle.lease import EndReport, Outcome
 
@@ -42,6 +49,8 @@ REPORT_SECONDS = 2.0
 """How long after the exit deadline the reports of what could not be ended are waited for."""
 SILENT_SECONDS = 5.0
 """An engine that has not turned for this long is not waited for: it may want a lock that the interrupted code holds."""
+MAIN_THREAD_SECONDS = 2.0
+"""How long the main thread may take to come to a handler."""
 FLUSH_SECONDS = 1.0
 """How long the log's handlers may take at the end."""
 
@@ -74,6 +83,7 @@ def forget() -> None:
     global _end_everything, _leaving
     _end_everything = None
     _leaving = False
+    _hear_no_more(in_child=True)
 
 
 def _install_handlers() -> None:
@@ -83,8 +93,85 @@ def _install_handlers() -> None:
     _signals_installed = True
     for number in HANDLED:
         with contextlib.suppress(ValueError, OSError):
-            if signal.getsignal(number) is signal.SIG_DFL:
+            if signal.getsignal(number) is signal.SIG_DFL and not _is_caught(number):
                 signal.signal(number, _on_signal)
+    _hear_of_arrivals()
+
+
+_arrivals: tuple[socket.socket, socket.socket] | None = None
+"""Python writes the number of every signal that arrives to one of them, whatever the main thread does meanwhile."""
+
+
+def _hear_of_arrivals() -> None:
+    """On the main thread. A program, or an event loop of its own, that wants to be told instead takes it over."""
+    global _arrivals
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        if importlib.util.find_spec("trio") is not None:  # it warns of anybody who has it already
+            return
+        told, telling = threads.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        told.setblocking(False)
+        telling.setblocking(False)  # a handler waits for nobody
+        told.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        before = signal.set_wakeup_fd(telling.fileno(), warn_on_full_buffer=False)
+        if before != -1:
+            signal.set_wakeup_fd(before)
+            told.close()
+            telling.close()
+            return
+        _arrivals = told, telling
+        loop = engine().loop
+        loop.call_soon_threadsafe(loop.add_reader, told.fileno(), _arrived, told)
+
+
+def _hear_no_more(*, in_child: bool = False) -> None:
+    """Close what the arrivals are told through, after nobody tells any more: its number becomes another file's."""
+    global _arrivals
+    if _arrivals is None:
+        return
+    told, telling = _arrivals
+    try:
+        current = signal.set_wakeup_fd(-1)
+        if current not in (-1, telling.fileno()):
+            signal.set_wakeup_fd(current)
+    except ValueError:  # not on the main thread
+        return
+    _arrivals = None
+    telling.close()
+    if in_child:  # else the engine does, which hears of it
+        told.close()
+
+
+def _arrived(told: socket.socket) -> None:
+    """On the engine's loop. A child between its fork and its exec has our handlers, and tells of its own signals here."""
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            data, ancillary, _, _ = told.recvmsg(4096, socket.CMSG_SPACE(12))
+            if not data:
+                asyncio.get_running_loop().remove_reader(told.fileno())
+                told.close()
+                return
+            here = any(struct.unpack("3i", sender)[0] == os.getpid() for _, _, sender in ancillary)
+            if here and data[0] in HANDLED:
+                in_background(_leave_without_main_thread(data[0]))
+
+
+async def _leave_without_main_thread(number: int) -> None:
+    await asyncio.sleep(MAIN_THREAD_SECONDS)
+    if _leaving or _end_everything is None or signal.getsignal(number) is not _on_signal:
+        return
+    with contextlib.suppress(Exception):
+        await asyncio.wait_for(_end_everything(failed=False), settings.seconds_at_exit() + REPORT_SECONDS)
+    exit_timer.die_of(number)
+
+
+def _is_caught(number: int) -> bool:
+    """Whether a library has a handler that Python does not know: gevent's loop and `faulthandler` install theirs in C."""
+    try:
+        with open("/proc/self/status", "rb") as file:
+            caught = next(line for line in file if line.startswith(b"SigCgt:"))
+    except (OSError, StopIteration):
+        return False
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
@@ -102,6 +189,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 def _at_exit() -> None:
     if _end_everything is None:
         return
+    _hear_no_more()
     with contextlib.suppress(KeyboardInterrupt):
         hurry = threads.Event()
         with (

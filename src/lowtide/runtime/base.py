@@ -112,12 +112,12 @@ class Runtime(ActionCalls):
         return Operation.start(ending, shielded=True)
 
     def __enter__(self) -> Self:
+        connecting = self.connect()
         try:
-            return self.connect().result()
-        except Exception:
-            raise
-        except BaseException:  # Ctrl+C: __exit__ will not be called
-            self.aclose()
+            return connecting.result()
+        except BaseException:  # __exit__ will not be called
+            if not connecting._has_failed():  # interrupted by Ctrl+C, or by what a signal handler raised
+                self.aclose()
             raise
 
     def __exit__(

@@ -28,6 +28,7 @@ _SET_DUMPABLE, _NO_NEW_PRIVILEGES = 4, 38
 
 
 def main() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a program that ignores it starts its children so
     asked: dict[str, Any] = json.load(sys.stdin)
     policy = Policy.public_internet() if asked["allow"] is None else Policy.of(asked["allow"])
     try:
