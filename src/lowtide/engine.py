@@ -67,7 +67,6 @@ class Engine:
 
     def __init__(self) -> None:
         logger.start()
-        threads.close_at_once()
         self.loop: asyncio.AbstractEventLoop
         self._workers = _Workers()
         self._workers.have(1)

@@ -89,7 +89,8 @@ def check_supported(provider: str, own_threads: bool) -> None:
             feature="gevent",
             alternative="thread=False or threads",
         )
-    close_at_once()
+    if library == "gevent":  # a program may patch after the engine has begun
+        _keep_own_closes_from_hub()
 
 
 def _original(module: str, name: str) -> Any:
@@ -144,22 +145,6 @@ def start(work: Callable[[], object], name: str | None = None) -> None:
     if patched_by() == "gevent":
         _keep_own_closes_from_hub()
     _start_new_thread(run, ())
-
-
-def close_at_once() -> None:
-    """Have `os.close` close in our threads. After gevent's patch it leaves that to the hub of the thread, and ours run
-    none: a command would never read the end of its input. Called when the engine starts and before every create, because
-    a program may patch later."""
-    patched = os.close
-    if patched_by() != "gevent" or getattr(patched, "lowtide", False):
-        return
-    original: Callable[[int], None] = _original("os", "close")
-
-    def close(fd: int) -> None:
-        (original if is_own() else patched)(fd)
-
-    close.lowtide = True  # type: ignore[attr-defined]
-    os.close = close
 
 
 def is_own() -> bool:

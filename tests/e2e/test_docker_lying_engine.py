@@ -409,6 +409,8 @@ def make_network(url: str) -> None:
 
 
 needs_own_engine = [
+    # On a busy machine thirty creates at once, with an engine that copies whole images, outlast every deadline.
+    pytest.mark.alone,
     needs_docker[1],
     pytest.mark.skipif(
         os.getuid() != 0 or not all(shutil.which(one) for one in ("dockerd", "socat", "ip", "curl")),
@@ -421,8 +423,7 @@ needs_own_engine = [
 
 
 class TestANewEngine:
-    # Alone: on a busy machine thirty creates at once, with an engine that copies whole images, outlast every deadline.
-    pytestmark = [*needs_own_engine, pytest.mark.alone]
+    pytestmark = needs_own_engine
 
     async def test_a_first_create_finds_no_image_no_network_and_no_program(
         self, new_engine: str, registry_image: str
