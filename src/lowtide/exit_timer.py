@@ -113,6 +113,10 @@ class _Library:
             library.timer_settime,
             library.timer_delete,
         )
+        # A thread that ends with the interpreter needs it, and the C library aborts a program that cannot load it then:
+        # one that has changed its root directory.
+        with contextlib.suppress(OSError):
+            ctypes.CDLL("libgcc_s.so.1")
         self._signal = ctypes.CDLL(None).signal
         self._signal.argtypes, self._signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
         self._exit = ctypes.cast(ctypes.CDLL(None)._exit, ctypes.c_void_p)

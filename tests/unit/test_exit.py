@@ -334,3 +334,26 @@ sys.exit(4)
     assert errors.count("did the program close descriptors") == 1, errors
     assert len(errors.splitlines()) <= 2, errors
     FaultyService(tmp_path / "service").wait_until_empty(seconds=20)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="changes its root directory: needs root")
+def test_a_program_that_has_changed_its_root_directory_keeps_its_status(tmp_path: Path) -> None:
+    program = """
+import os, sys, time
+from lowtide import Sandbox
+from lowtide.engine import engine
+
+class Slow:
+    def __del__(self):
+        time.sleep(0.5)
+
+slow = Slow()  # the interpreter is half gone when the engine wakes
+box = Sandbox.run(provider="faulty")
+loop = engine().loop
+def again(): loop.call_later(0.1, again)
+loop.call_soon_threadsafe(again)
+os.chroot(os.environ["LOWTIDE_HOME"])
+sys.exit(4)
+"""
+    status, _, errors = run(program, tmp_path / "home")
+    assert status == 4, errors
