@@ -53,12 +53,19 @@ def _outlives_its_lifetime(hostile: str) -> str | None:
         assert owner.stdout is not None
         with owner.stdout:
             said = owner.stdout.readline()
-        # The owner, and whatever it started that would end its sandboxes.
-        killed = _with_home(f"{state}/home")
+        # The owner, and whatever it started that would end its sandboxes. All are stopped first: a guardian
+        # that sees its owner dead for a moment ends the sandbox itself.
+        killed: set[int] = set()
+        while found := set(_with_home(f"{state}/home")) - killed:
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+            killed |= found
         for pid in killed:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         owner.wait()
-        if said != b"made\n" or set(killed) == {owner.pid}:
+        if said != b"made\n" or killed == {owner.pid}:
             raise RuntimeError("there was no sandbox, or no guardian to be killed")
         while (left := _running(token)) and time.monotonic() < began + LIFETIME_SECONDS + SLACK_SECONDS:
             time.sleep(0.1)

@@ -78,7 +78,7 @@ def test_a_sandbox_whose_outer_process_was_killed_has_not_ended_before_all_in_it
         # In the inner one's stead one that takes as long to die as this test wants.
         start = destroy.start_time(sleeper.pid)
         (directory.path / "pid").write_text(f"{outer.pid} {outer.start_time}\n{sleeper.pid} {start}\n")
-        while outer.alive():
+        while outer.left():
             time.sleep(0.01)
         info = directory.info()
         assert info is not None
