@@ -175,6 +175,9 @@ def _close(fd: int) -> None:
     close(fd)
 
 
+_LOOK_FOR_SIGNALS_SECONDS = 0.5
+
+
 class Event:
     """A flag that threads, and greenlets of a patched process, can wait for."""
 
@@ -210,8 +213,14 @@ class Event:
             if self._is_set:
                 return True
             self._wake.append(waiter.release)
-        waiter.acquire(timeout=-1 if timeout is None else max(0.0, min(timeout, threading.TIMEOUT_MAX)))
-        return self._is_set
+        deadline = None if timeout is None else time.monotonic() + max(0.0, timeout)
+        # A signal that arrives between the interpreter's last look and the wait interrupts nothing, and its handler would
+        # run only after the wait: so the main thread looks again from time to time.
+        longest = _LOOK_FOR_SIGNALS_SECONDS if is_main() else threading.TIMEOUT_MAX
+        while True:
+            left = longest if deadline is None else min(longest, max(0.0, deadline - time.monotonic()))
+            if waiter.acquire(timeout=left) or (deadline is not None and time.monotonic() >= deadline):
+                return self._is_set
 
     def _wait_in_greenlet(self, readable: Callable[[int, float | None], bool], timeout: float | None) -> bool:
         deadline = None if timeout is None else time.monotonic() + timeout

@@ -95,3 +95,26 @@ def test_what_a_forked_child_does_with_its_parents_connections_stays_in_the_chil
             while chunk := peer.recv(100):
                 received += chunk
     assert received == b"from the parent"
+
+
+MISSED_SIGNAL = """
+import asyncio, signal, threading, time
+from lowtide.operation import Operation
+heard = []
+signal.signal(signal.SIGUSR1, lambda *_: heard.append(operation.done()))
+operation = Operation.start(asyncio.sleep(8))
+def elsewhere():
+    time.sleep(1)
+    signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+threading.Thread(target=elsewhere).start()
+operation.result()
+print(heard)
+"""
+
+
+def test_a_signal_that_does_not_interrupt_the_main_threads_wait_is_handled_all_the_same() -> None:
+    """As one does that arrives in the instant before the wait: Ctrl+C, a resized window."""
+    done = subprocess.run(
+        [sys.executable, "-c", MISSED_SIGNAL], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "[False]\n"
