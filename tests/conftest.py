@@ -112,12 +112,27 @@ def _let_go_of_helpers() -> None:
 def _end_own_guardian() -> None:
     """It would make the ledger anew in a directory that is being removed. There is nothing left for it to do."""
     guardians = _own_guardian()
+    if guardians and "lowtide.lifecycle.leases" in sys.modules:
+        _let_go_of_guardian()
     for pid in guardians:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
     end = time.monotonic() + 5
     while guardians & _own_guardian() and time.monotonic() < end:
         time.sleep(0.02)
+
+
+def _let_go_of_guardian() -> None:
+    """An owner whose guardian ends starts it again at once."""
+    from lowtide.engine import engine
+    from lowtide.lifecycle.leases import lifecycle
+
+    async def let_go() -> None:
+        link = lifecycle().guardian
+        if link is not None:
+            link._let_go()
+
+    engine().run(let_go(), timeout=30.0)
 
 
 def _own_guardian() -> set[int]:

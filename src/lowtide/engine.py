@@ -4,9 +4,9 @@ Everything is written async once and runs here; the sync face hands a coroutine 
 thread is a daemon, so that exit hooks can still use it while the interpreter shuts down, and a
 forked child starts without it: it makes its own on first use and hangs on nothing of its parent's.
 
-The loop is run again whenever something makes it fall out (a task that raises SystemExit, a library
-that stops it), so that what is under way goes on. A loop that cannot run any more fails everything
-that was handed to it, and the next call gets a new engine.
+The loop is started again if something makes it return (a task that raises SystemExit, a library that stops it), so that
+calls in progress continue. If the loop can no longer run, every call handed to it fails, and the next call gets a new
+engine.
 """
 
 from __future__ import annotations
@@ -100,20 +100,20 @@ class Engine:
                 why = "something stopped it"
             except OSError as error:  # of its selector: no callback's error comes here
                 log.error(
-                    "lowtide's event loop cannot wait any more (%s): did the program close descriptors that are not its "
+                    "lowtide's event loop can no longer wait for events (%s): did the program close descriptors that are not its "
                     "own? Calls under way fail; the guardian destroys what this process holds when it ends",
                     error,
                 )
                 break
             except BaseException as error:
                 why = f"{type(error).__name__}: {error}"
-            log.error("lowtide's event loop fell out and is run again: %s", why)
-            # One that falls out at once, again and again, leaves others the processor.
+            log.error("lowtide's event loop stopped and is started again: %s", why)
+            # A loop that stops again at once must not use up a processor.
             threads.Event().block(0.01)
         self._give_up()
 
     def _give_up(self) -> None:
-        """Nobody may wait for ever for a loop that does not run any more."""
+        """Fail every call in progress: the loop that would complete them no longer runs."""
         global _engine
         self._ended = True
         if _engine is self:

@@ -34,7 +34,7 @@ def bound_exit(seconds: float) -> Iterator[None]:
     """In an exit hook: where the body takes longer, the process ends with status 1.
 
     The body keeps to a bound of its own and returns, so that the interpreter leaves with the program's status. This is
-    for a process that cannot run Python any more; the interpreter tells nobody the status it would have left with.
+    for a process that can no longer run Python. The program's own status cannot be read from outside the interpreter.
     """
     load()
     timer = _arm(seconds, exit_status=1)

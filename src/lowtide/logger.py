@@ -2,8 +2,8 @@
 
 A log handler takes a lock, and may block or raise. The engine's threads must not: a signal handler may have interrupted
 the main thread inside a handler, with its lock held, and would wait for the engine while the engine waited for the lock.
-So what the engine's threads log goes through a bounded queue to a thread that does nothing else. Everything else is
-logged where it is said, and what a handler raises is dropped: a full disk must not fail a `stop()`.
+So what the engine's threads log goes through a bounded queue to a thread that does nothing else. Other threads
+log directly, and exceptions of handlers are dropped: a full disk must not fail a `stop()`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _queue: threads.SimpleQueue[Callable[[], object]] = threads.SimpleQueue()
 _numbers = itertools.count(1)
 _queued = _emitted = _dropped = 0
 _drainer: int | None = None
-"""The thread that logs. While there is none, nobody has an engine whose lines would have to wait."""
+"""The thread that logs. Without one there is no engine either, whose lines would have to wait."""
 _late = False
-"""Whether a handler has kept somebody waiting, and has not gone on since."""
+"""Whether a handler has made a caller wait, and still blocks."""
 
 
 def get(name: str) -> Log:
@@ -114,7 +114,7 @@ def enqueue(emit: Callable[[], object]) -> None:
 
 
 def start() -> None:
-    """Have the thread that logs, before anything is created: an exit hook could not start it any more."""
+    """Have the thread that logs, before anything is created: an exit hook could not start it."""
     global _drainer
     if _drainer is None:
         _drainer = 0
@@ -123,9 +123,9 @@ def start() -> None:
 
 
 def flush(seconds: float) -> bool:
-    """Wait until what was said up to now has reached its handlers. False where that takes longer than `seconds`.
+    """Wait until every line logged so far has reached its handlers. False if that takes longer than `seconds`.
 
-    A handler that has kept one caller waiting keeps no other: until it goes on, this returns at once.
+    A handler that blocks makes one caller wait and no other: as long as it blocks, this returns at once.
     """
     global _late
     if _queued <= _emitted or _drainer is None or threads.is_own():
@@ -141,10 +141,10 @@ def flush(seconds: float) -> bool:
 
 
 def let_go_of_handlers() -> None:
-    """At exit, where a handler does not go on: nothing waits for its lock any more.
+    """At exit, if a handler blocks: keep the interpreter from waiting for its lock.
 
     `logging.shutdown()`, an exit hook like ours, would wait for ever for the lock that the thread that logs holds. So would
-    whoever flushes the stream that it writes to, a full pipe: that exit hook, and the interpreter itself for stderr.
+    a flush of the stream that it writes to, if that is a full pipe: by that exit hook, or by the interpreter for stderr.
     """
     handlers = getattr(logging, "_handlerList", [])
     for reference in list(handlers):
@@ -194,7 +194,7 @@ def _drain() -> None:
 
 
 class _Divert(logging.Filter):
-    """On a library's logger: what it says on one of our threads is said in the thread that logs."""
+    """On a library's logger: records from lowtide's threads are emitted by the thread that logs."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if threads.get_ident() == _drainer or _drainer is None:

@@ -153,7 +153,7 @@ def boot_id() -> str:
         return UNKNOWN_BOOT
 
 
-# Another boot is over, or goes on elsewhere: images with a baked-in machine-id make two machines look like one that was
+# Another boot is over, or is another machine's: images with a baked-in machine-id make two machines look like one that was
 # restarted. So every process that owns something holds a shared lock on a file of its boot in the state directory; the
 # kernel, or the file server, frees it when the last of them is gone.
 
@@ -166,16 +166,16 @@ def boot_lock_name(boot: str) -> str:
 
 
 def hold_boot(directory: Path) -> None:
-    """Hold, for as long as this process lives, the lock that tells other machines that this boot goes on.
+    """Hold, for as long as this process lives, the lock that shows other machines that this boot is not over.
 
-    Does nothing where it is held already, nor where the filesystem has no locks: then there is no evidence for anybody.
+    Does nothing if it is held already, or if the filesystem has no locks: then there is no evidence.
     """
     path = directory / boot_lock_name(boot_id())
     if path in _held_boot and _is_file(_held_boot[path], path):
         return
     _held_boot.pop(
         path, None
-    )  # not closed: whoever closed it, or removed the file, may have given its number away
+    )  # not closed: the program may have closed it, and its number may be another file's now
     deadline = time.monotonic() + _BOOT_LOCK_SECONDS
     with contextlib.suppress(OSError):
         while time.monotonic() < deadline:
@@ -196,13 +196,13 @@ def hold_boot(directory: Path) -> None:
 
 
 def boot_is_over(boot: str, directory: Path) -> bool | None:
-    """Whether nothing runs any more since that boot, another than this one. None where there is no evidence."""
+    """Whether no process of that earlier boot is left. None if there is no evidence."""
     free = _is_free(directory / boot_lock_name(boot))
     return free if not free or locks_are_shared(directory) else None
 
 
 def _is_free(path: Path, *, remove: bool = False) -> bool | None:
-    """Whether nobody holds the lock on that file; None where that cannot be told."""
+    """Whether the lock on that file is free; None if that is not known."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -221,7 +221,7 @@ def _is_free(path: Path, *, remove: bool = False) -> bool | None:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether somebody holds the lock on that file now, as far as that can be told."""
+    """Whether a process holds the lock on that file, as far as that is known."""
     return _is_free(path) is False
 
 

@@ -147,7 +147,7 @@ class Operation(Coroutine[Any, Any, T_co]):
         try:
             return self._future.result(timeout)
         finally:
-            # What the call has logged is shown before the caller goes on; a handler that blocks keeps it only once.
+            # Show what the call has logged before the caller continues. A handler that blocks delays only one call.
             if (logger := sys.modules.get("lowtide.logger")) is not None:
                 logger.flush(_LOG_SECONDS)
 
@@ -231,7 +231,7 @@ class Operation(Coroutine[Any, Any, T_co]):
         if self._heard or future is None or self._generation != _generation:
             return
         if sys is None or sys.is_finalizing():
-            return  # collected with everything else: nobody can be told any more, and to log would print a traceback
+            return  # collected at the interpreter's end: logging would only print a traceback
         name = type(self).__name__
         with contextlib.suppress(Exception):
             if future.done():

@@ -1,4 +1,4 @@
-"""Reaping the processes of lowtide's that have outlived their parent, where nobody else does.
+"""Reaping lowtide's processes that have outlived their parent, where no init does.
 
 Local sandboxes, the proxy of an allow-list, the guardian and its workers are started detached: their parent leaves, and
 the first process of the pid namespace becomes it. That is an init on most machines. In a container without one it is the

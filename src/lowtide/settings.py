@@ -50,7 +50,7 @@ def seconds(name: str, otherwise: float | None = None) -> float:
 
 
 def seconds_at_exit() -> float:
-    """The one deadline for everything that is destroyed at exit. Never raises: nobody could act on it."""
+    """The one deadline for everything that is destroyed at exit. Never raises: at exit it would be too late to correct it."""
     try:
         return seconds(EXIT_SECONDS)
     except ValidationError:

@@ -137,7 +137,7 @@ def start(work: Callable[[], object], name: str | None = None) -> None:
             if name is not None and patched_by() is None:
                 threading.current_thread().name = name
             work()
-        except BaseException:  # there is nobody to tell, and the interpreter would print it
+        except BaseException:  # no caller could get it, and the interpreter would print it
             return
         finally:
             _own.discard(me)
@@ -175,7 +175,8 @@ def _close(fd: int) -> None:
     close(fd)
 
 
-_LOOK_FOR_SIGNALS_SECONDS = 0.5
+_SIGNAL_CHECK_SECONDS = 0.5
+"""How late the main thread may notice a signal that did not interrupt its wait."""
 
 
 class Event:
@@ -214,9 +215,9 @@ class Event:
                 return True
             self._wake.append(waiter.release)
         deadline = None if timeout is None else time.monotonic() + max(0.0, timeout)
-        # A signal that arrives between the interpreter's last look and the wait interrupts nothing, and its handler would
-        # run only after the wait: so the main thread looks again from time to time.
-        longest = _LOOK_FOR_SIGNALS_SECONDS if is_main() else threading.TIMEOUT_MAX
+        # CPython runs signal handlers on the main thread. It runs none for a signal that arrives between its last check
+        # and this wait, until the wait is over: so the main thread waits in short steps.
+        longest = _SIGNAL_CHECK_SECONDS if is_main() else threading.TIMEOUT_MAX
         while True:
             left = longest if deadline is None else min(longest, max(0.0, deadline - time.monotonic()))
             if waiter.acquire(timeout=left) or (deadline is not None and time.monotonic() >= deadline):

@@ -2,11 +2,11 @@
 
 One per user, ledger and pid namespace. It leaves when there is nothing left that it can do; owners
 notice and start it again. It holds no truth of its own: everything it decides on is in the ledger, so
-it may be killed at any instant and the next one goes on. What it has read last it remembers, in case the
-ledger is damaged or removed: then it writes that down again.
+it may be killed at any instant and the next one continues. It remembers the rows it has read last, and writes them again
+if the ledger is damaged or removed.
 
-It runs from the installation of whoever was first. Where that is deleted or replaced under it, it makes way
-for a guardian of the next owner whose installation is whole.
+It runs from the installation of the owner that started it. If that installation is deleted or replaced, the guardian
+exits in favour of a guardian that the next owner with an intact installation starts.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Guardian:
         leaves: Callable[[], None] = lambda: None,
         lock: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`leaves` is called once it looks at nothing any more: the next one may begin, whatever is left to tidy up.
+        """`leaves` is called when it has stopped watching: the next guardian may begin while this one tidies up.
 
         `lock` makes sure that it is the guardian of the state directory, also of one that was removed and made again;
         False: another one is.
@@ -309,7 +309,7 @@ class Guardian:
             return
         elif verdict.standing in RESTARTS and self.workers.outlives_machine(lease):
             if self.upkeep.ask_due(lease):
-                self._in_background(self._end_if_nobody_renews(lease))
+                self._in_background(self._end_if_not_renewed(lease))
         elif verdict.standing is Standing.PERHAPS_RESTARTED:
             return
         elif verdict.standing in (Standing.DEAD, Standing.RESTARTED):
@@ -322,7 +322,7 @@ class Guardian:
         elif lease.state is LeaseState.LIVE and self.upkeep.renewal_due(lease):
             self._in_background(self.upkeep.renew(lease))
 
-    async def _end_if_nobody_renews(self, lease: Lease) -> None:
+    async def _end_if_not_renewed(self, lease: Lease) -> None:
         """After a restart or in a clone: the provider's own expiry tells whether somebody goes on with it."""
         known = self.learned
         try:
@@ -423,10 +423,10 @@ class Guardian:
     # The installation, the ledger or the whole state directory is taken away.
 
     def _has_to_make_way(self) -> bool:
-        """Whether this guardian's installation is gone and another one takes over, or nobody needs it any more.
+        """Whether this guardian's installation is gone and another guardian takes over, or none is needed.
 
-        It goes on without: what ends a sandbox was loaded when its owner came. But it can load nothing new, and later
-        owners are not to depend on it.
+        It can destroy the sandboxes of the owners that it has: their code is loaded. But it cannot load anything new, so
+        later owners must not depend on it.
         """
         if isolated.intact():
             return False
@@ -491,7 +491,7 @@ class Guardian:
         return mine  # else another guardian is there, and has the rows now
 
     async def _listen_again_if_removed(self) -> None:
-        """Somebody has tidied up the socket: without it no later owner finds this guardian, nor gets another one."""
+        """Listen again if the socket was removed: without it no later owner finds this guardian, nor gets another one."""
         if self.links.has_entrance():
             return
         try:

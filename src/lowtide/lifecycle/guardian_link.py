@@ -4,8 +4,8 @@ Nothing here is waited for: the row in the ledger is what makes a sandbox safe, 
 comes up later reads it. Credentials go over the private socket, only to a process of the same user,
 and stay in the guardian's memory.
 
-The guardian may come from another installation, environment or network than this process: whoever was
-first has started it. So each owner announces its own with its credentials, and the process that talks to
+The guardian may come from another installation, environment or network than this process: the first
+owner has started it. So each owner announces its own with its credentials, and the process that talks to
 a provider for the guardian (the worker of an account) is started by the owner, when the guardian asks
 for one: with the owner's interpreter, packages, environment and network namespace.
 """
@@ -161,7 +161,7 @@ class GuardianLink:
         self._tell(list(self._providers))
         return self._socket is not None  # else it died in this moment
 
-    # What is said: how to start a process like this one, then a message per account. Nothing is said twice on one link.
+    # Messages: how to start a process like this one, then one message per account. None is sent twice on one link.
 
     def _introduce(self) -> None:
         owner = Owner.current().as_dict()
@@ -304,7 +304,7 @@ class GuardianLink:
                 self._launched = launch(self.path)
             except (MissingDependencyError, OSError, NotImplementedError, ValueError) as error:
                 self._again_at = asyncio.get_running_loop().time() + AGAIN_SECONDS
-                if _is_removed(self.path):  # as above: nobody is to be warned
+                if _is_removed(self.path):  # as above: no reason to warn
                     return False
                 self._say_once(
                     f"no guardian can be started: {error}. What a crash of this process leaves is ended by the next "
@@ -337,7 +337,7 @@ class GuardianLink:
 
 
 def _is_removed(path: Path) -> bool:
-    """Not only out of reach: then whoever depends on it is warned."""
+    """Whether the directory is gone, and not only out of reach: that is worth a warning."""
     try:
         os.stat(path)
     except FileNotFoundError:

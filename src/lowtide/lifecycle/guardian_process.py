@@ -66,8 +66,8 @@ class _Lock:
     def wait(self) -> bool:
         """Whether this is the guardian from now on.
 
-        One that has the lock and a way in is there for everybody. Without a way in it only comes up, or is leaving and
-        looks at nothing any more: whoever has started us may be dead before it is gone, so that is waited for.
+        If another process has the lock and a socket, that one is the guardian. If it has the lock and no socket, it is
+        starting, or leaving and no longer watching. Our owner may die before it is gone, so this waits for its end.
         """
         deadline = time.monotonic() + TURN_SECONDS
         fd = self._open()
@@ -80,7 +80,7 @@ class _Lock:
         return True
 
     def take(self) -> bool:
-        """Now, if nobody else has it. Of a state directory that was made again, the lock in there."""
+        """Take the lock if it is free. If the state directory was made again, take the lock in the new one."""
         if self._fd is not None and self._is_in_place(self._fd):
             return True
         fd = self._open()

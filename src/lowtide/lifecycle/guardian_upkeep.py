@@ -112,7 +112,7 @@ class Upkeep:
         return self._ask_at.get(lease.lease_id, 0.0) <= now and self._retries.due("ask " + lease.lease_id)
 
     async def abandoned(self, lease: Lease) -> str | None:
-        """Why nobody owns it any more; None while that is not proven. Raises what asking its provider raises."""
+        """Why the lease has no owner; None while that is not proven. Raises what the request to the provider raises."""
         now = clock.seconds()
         period = lease.lifetime_seconds
         self._ask_at[lease.lease_id] = now + min(ASK_SECONDS, (period or LEASE_SECONDS) / 4)

@@ -4,7 +4,7 @@ A worker is a process per account and network namespace. It is started like the 
 interpreter, packages and environment and, as the owner itself starts it, in the owner's network namespace: the
 guardian's own installation may lack the SDK, and its network the way to the service. It is started when the account
 is announced, comes to the guardian's socket, loads everything it needs and stays for as long as the account is in
-use: an installation that is deleted meanwhile is not needed any more. What is wrong with it the owner is told.
+use, so that the installation may be deleted meanwhile. The owner is warned if its worker does not work.
 Where the owner is gone and its worker too, the guardian starts one as the owner announced it, else from its own
 installation.
 """
@@ -332,7 +332,7 @@ class Workers:
         for provider in (*self._light.values(), *self._retired):
             try:
                 await provider.aclose()
-            except Exception as error:  # an installation that was deleted under us imports nothing any more
+            except Exception as error:  # the installation may have been deleted, so that imports fail
                 log.warning("closing %s: %s", provider.name, error)
         self._reap()
 

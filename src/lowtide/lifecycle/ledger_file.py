@@ -35,7 +35,7 @@ class LedgerFile:
         self._pid = os.getpid()
         self._damaged: set[Any] = set()
         self.damaged = False
-        """The last failure was that the file is no ledger any more. See `set_aside`."""
+        """The last failure was that the file is damaged. See `set_aside`."""
         self.replaced: Callable[[list[Lease] | None], None] = lambda _: None
         """Called when somebody has removed the file or put another in its place, once the new one is open: with
         what was not settled in the old one, which is still there for whoever has it open; None if it is damaged."""

@@ -26,7 +26,7 @@ class Standing(enum.StrEnum):
 
     ALIVE = "alive"
     DEAD = "dead"
-    RESTARTED = "restarted"  # its machine has another boot now, and nothing of its own boot runs any more
+    RESTARTED = "restarted"  # its machine has booted again, and no process of the owner's boot is left
     PERHAPS_RESTARTED = (
         "perhaps-restarted"  # another boot now; a restart, or another machine with the same machine-id
     )
@@ -34,7 +34,7 @@ class Standing(enum.StrEnum):
 
 
 RESTARTS = frozenset({Standing.RESTARTED, Standing.PERHAPS_RESTARTED})
-"""Of a hosted sandbox both mean the same: its provider is asked whether somebody still renews it."""
+"""For a hosted sandbox both mean the same: the provider is asked whether its lease is still renewed."""
 UNPROVEN = frozenset({Standing.UNKNOWN, Standing.PERHAPS_RESTARTED})
 """The owner may be alive, perhaps on another machine: there its local sandboxes are, too."""
 

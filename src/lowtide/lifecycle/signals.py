@@ -103,14 +103,14 @@ _arrivals: tuple[socket.socket, socket.socket] | None = None
 
 
 def _hear_of_arrivals() -> None:
-    """On the main thread. A program, or an event loop of its own, that wants to be told instead takes it over."""
+    """Call it on the main thread. A program, or its event loop, that sets a wakeup descriptor of its own replaces this one."""
     global _arrivals
     with contextlib.suppress(OSError, ValueError, RuntimeError):
-        if importlib.util.find_spec("trio") is not None:  # it warns of anybody who has it already
+        if importlib.util.find_spec("trio") is not None:  # trio warns if a wakeup descriptor is already set
             return
         told, telling = threads.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         told.setblocking(False)
-        telling.setblocking(False)  # a handler waits for nobody
+        telling.setblocking(False)  # a signal handler must not wait
         told.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         before = signal.set_wakeup_fd(telling.fileno(), warn_on_full_buffer=False)
         if before != -1:
@@ -124,7 +124,7 @@ def _hear_of_arrivals() -> None:
 
 
 def _hear_no_more(*, in_child: bool = False) -> None:
-    """Close what the arrivals are told through, after nobody tells any more: its number becomes another file's."""
+    """Close the sockets, after the wakeup descriptor was reset: its number may become another file's."""
     global _arrivals
     if _arrivals is None:
         return

@@ -88,7 +88,7 @@ def _confirmed(count: int) -> bool:
             f"Stop looking after {'this sandbox' if count == 1 else f'these {count} sandboxes'}?",
             default=False,
         )
-    except click.Abort:  # nobody is there to answer, or Ctrl+C
+    except click.Abort:  # end of input, or Ctrl+C
         if not sys.stdin.isatty():
             print()
             return False
@@ -125,7 +125,7 @@ async def _look(text: str, provider: str | None) -> _Answer:
     except Exception as error:  # an SDK raises anything
         return _Answer(lease=lease, why=str(error) or f"no answer within {_ASK_SECONDS:g} s")
     if sighting.testimony is Testimony.NOT_THERE:
-        return _Answer(lease=lease, why="it is not there any more", gone=True)
+        return _Answer(lease=lease, why="it no longer exists", gone=True)
     refusal = f"{lease.provider} can be asked for it: run `lowtide rm {lease.sandbox_id or lease.lease_id}`"
     return _Answer(lease=lease, why="", refusal=refusal)
 

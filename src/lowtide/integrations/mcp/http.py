@@ -86,8 +86,8 @@ class OpenConnections:
     """Every open connection, bounded in number; and in time while it has no request with the token.
 
     Each is a descriptor of the server's. Without the bounds, connections would leave none for the clients' own
-    sandboxes. Connections without the token and with it are counted apart, so that nobody without it takes a
-    client's place.
+    sandboxes. Connections without the token and with it are counted apart, so that connections
+    without it cannot displace clients.
     """
 
     def __init__(self) -> None:

@@ -100,7 +100,7 @@ def request_id(spec: SandboxSpec) -> str:
 
 
 def fixed_end(spec: SandboxSpec) -> int:
-    """After so many seconds CoreWeave ends it, whatever anybody does. Raises ValidationError for more than it allows."""
+    """The seconds after which CoreWeave destroys the sandbox. Raises ValidationError for more than CoreWeave allows."""
     # A difference of two times of the day: a little off.
     end = max(1, math.ceil((spec.fixed_lifetime_seconds or LIFETIME_SECONDS) - 0.001))
     if end > LONGEST_SECONDS:

@@ -66,7 +66,7 @@ class Known:
         self.used = 0  # how many commands were started in it from here
         self.command_starter = command_starter
         self.key = key  # of the program inside, where gVisor is around the sandbox
-        self.owner: int | None = None  # this machine's id for its root, once somebody has asked
+        self.owner: int | None = None  # this machine's id for the sandbox's root, once it was needed
 
 
 class Entrance:

@@ -167,7 +167,7 @@ async def read_file(inside: Caller, path: str) -> AsyncIterator[bytes]:
 async def _read_apart(descriptor: int) -> bytes:
     """From a file without a size, in a thread: one read of a file in /proc can take the kernel seconds, as long as a
     sandbox's process has made its address space."""
-    own = os.dup(descriptor)  # the read goes on when its caller is cancelled and closes the file
+    own = os.dup(descriptor)  # the read continues if its caller is cancelled and closes the file
 
     def work() -> bytes:
         try:

@@ -62,7 +62,7 @@ def pause(directory: SandboxDirectory, inner: ProcessMark) -> None:
 
 
 def _freeze(directory: SandboxDirectory, inner: ProcessMark, group: Freezer) -> None:
-    """What is in the group cannot fork any more, so looking again finds what was missed.
+    """Processes in the frozen group cannot fork, so looking again finds those that were missed.
 
     Processes that fork and end faster than they are moved are stopped first, all at once.
     """

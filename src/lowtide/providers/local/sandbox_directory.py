@@ -142,8 +142,8 @@ class SandboxDirectory:
     def _wait_for_starts(self) -> None:
         """Until every command starter that has not seen the record has made the process of its command.
 
-        It holds a lock on this directory for that long. A process that takes longer to begin its program is there
-        already, and is found by whoever pauses.
+        It holds a lock on this directory for that long. A process that takes longer to begin its program
+        exists already, and the pause finds it.
         """
         folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

@@ -1,7 +1,7 @@
 """A program of its own: send SIGSTOP to every process in a sandbox at once, from inside its process namespace.
 
 The kernel sends a signal to all processes of a namespace in one instant, and a fork that is under way begins anew after
-it. Whoever sends it to one process after the other never reaches a chain in which each forks the next and ends.
+it. Signals sent to one process after the other never catch up with a chain in which each process forks the next and exits.
 """
 
 from __future__ import annotations

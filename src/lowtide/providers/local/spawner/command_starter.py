@@ -108,7 +108,7 @@ class CommandStarter:
     def start(self, message: Message, fds: Fds) -> None:
         reply, place, *stdio = fds
         try:
-            fcntl.flock(place, fcntl.LOCK_SH)  # whoever pauses waits until the process is there
+            fcntl.flock(place, fcntl.LOCK_SH)  # a pause waits until the process exists
             pid = "paused" if is_paused(place) else self.spawn(message, stdio)
             fcntl.flock(place, fcntl.LOCK_UN)
             if pid == "paused":

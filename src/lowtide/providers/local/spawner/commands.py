@@ -61,8 +61,11 @@ def start_process_as_root(message: Message, fds: Fds) -> int:
 
 
 def is_paused(place: int) -> bool:
-    """Asked by a process of the sandbox before its program begins: whoever pauses writes the record first and looks
-    for processes then, so that one of both finds the other. `place` is the sandbox's directory."""
+    """Called by a process of the sandbox before its program begins. A pause writes the record first and then looks for
+    processes, so that either the process sees the record or the pause finds the process.
+
+    `place` is the sandbox's directory.
+    """
     return "paused" in os.listdir(place)
 
 

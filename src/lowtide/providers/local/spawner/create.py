@@ -76,7 +76,7 @@ class Spare:
         theirs.close()
 
     def take(self, message: Message, fds: Fds) -> None:
-        """Tell it what it becomes. What fails is said where bwrap would say it."""
+        """Send the spare what to become. It reports failures where bwrap would."""
         data, held = json.dumps(message).encode(), list(fds)
         if len(data) > 60_000:
             held.append(os.memfd_create("request", os.MFD_CLOEXEC))
@@ -109,8 +109,10 @@ class Ids:
             os.setresuid(self.base, self.base, self.base)
 
     def take_namespace(self, between: int, holds: int) -> None:
-        """In the spare: map the namespace's ids, open it, and become a child of init. What fails is told to whoever
-        asks for a sandbox."""
+        """In the spare: map the namespace's ids, open it, and become a child of init.
+
+        A failure is kept, and reported when a sandbox is requested.
+        """
         pidfd = os.pidfd_open(between)
         try:
             if os.read(holds, 1) != b"1":
@@ -126,8 +128,8 @@ class Ids:
         except OSError as error:
             self.trouble = error
         finally:
-            # bwrap dies with its parent, and that must be init and not the one between. A process is told of as
-            # ended only after its children have their new parent.
+            # bwrap dies with its parent, and that must be init and not the one between. The kernel
+            # reports a process as ended only after its children have their new parent.
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             poll = select.poll()
             poll.register(pidfd, select.POLLIN)

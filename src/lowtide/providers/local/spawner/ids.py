@@ -38,7 +38,7 @@ def take(count: int) -> tuple[int, int]:
 
 
 def lock(file: int, number: int) -> bool:
-    """Of the open file, not of the process: it outlives this program and goes to whoever inherits the descriptor."""
+    """Of the open file, not of the process: it outlives this program in every process that inherits the descriptor."""
     try:
         fcntl.fcntl(file, F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0))
     except OSError as error:
@@ -55,7 +55,7 @@ def open_locks() -> int:
                 os.mkdir(directory, 0o700)
             found = os.lstat(directory)
             if found.st_uid != 0 or found.st_mode & 0o170022 != 0o040000:
-                continue  # somebody else's, or open to others
+                continue  # another user's, or writable for others
             return os.open(f"{directory}/ids", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError:
             continue

@@ -242,7 +242,7 @@ def attach(fd: int, target: str) -> None:
 
 
 def id_map(users: bytes, groups: bytes) -> int:
-    """A user namespace that nobody is in, for mounts that map ids."""
+    """A user namespace without processes, for mounts that map ids."""
     # Nothing of this program runs in what is cloned: the C library's own `pause`, on a stack of its own, in this
     # program's memory, so that nothing has to be copied.
     stack = ctypes.create_string_buffer(STACK_BYTES)
